@@ -39,6 +39,8 @@ def text(tmp_path: Path) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a long test that begins last would leave the other workers without any
+        items.sort(key=lambda item: "slow" not in item.keywords)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -48,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests that share processes or a slow fixture go to one worker; others one by one to whichever is free.
+    """Tests that share processes or a slow fixture go to one worker, and first; others one by one to whichever is free.
 
     The place of a test is read from its name: xdist 3.8 loses the groups of its own marker under pytest 9.2.
     """
@@ -58,6 +60,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             world_size = re.search(r"\b\d+_ranks\b", nodeid)
             file = nodeid.split("::")[0]
-            return world_size[0] if world_size else file if "/distributed/" in file or "test_doctor" in file else nodeid
+            return world_size[0] if world_size else file if "test_doctor" in file else nodeid
 
     return Scheduler(config, log)

@@ -76,14 +76,6 @@ def test_chunks_of_any_size_equal_the_full_forward(data: st.DataObject) -> None:
     assert cache.lengths.tolist() == [tokens] * BATCH
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("chunk", [1, 2, 3, 13, 60])
-def test_equal_chunks_equal_the_full_forward(pattern: DilatedPattern, chunk: int) -> None:
-    inputs, cache = draw(), make(pattern)
-    outs = [feed(cache, inputs, at, at + chunk) for at in range(0, TOKENS, chunk)]
-    torch.testing.assert_close(torch.cat(outs, dim=1), full(inputs, pattern), **EXACT)
-
-
 def test_chunk_longer_than_a_block_equals_the_full_forward() -> None:
     tokens = 2 * BLOCK + 17
     inputs, cache = draw(tokens), make(LONGNET)
@@ -99,7 +91,7 @@ def test_token_that_no_branch_keeps_gives_zero() -> None:
     assert torch.equal(zero, torch.tensor([[t % 6 % 3 != h // 2 for h in range(HEADS)] for t in range(7)]))
 
 
-@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_scale_is_used_in_every_path(scale: float) -> None:
     inputs, cache = draw(), make(LONGNET)
     outs = [cache.attend(*(x[:, a:b] for x in inputs), scale=scale) for a, b in ((0, 9), (9, 30), (30, 31))]
@@ -180,13 +172,6 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype: torch.
     assert_twice_naive(out, naive, full(inputs, LONGNET))
 
 
-def test_torchscale_rules_without_shifts_are_decoded() -> None:
-    pattern = DilatedPattern.torchscale((8, 24), (1, 4))
-    inputs, cache = draw(), make(pattern)
-    out = torch.cat([feed(cache, inputs, a, b) for a, b in ((0, 9), (9, 10), (10, 61))], dim=1)
-    torch.testing.assert_close(out, full(inputs, pattern), **EXACT)
-
-
 # -- memory and compilation ---------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +189,7 @@ def test_rows_are_those_of_the_current_segments_alone() -> None:
     assert [store.k.data_ptr() for store in cache._stores] == before
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("pattern", [RAGGED, GROUPED], ids=str)
 def test_step_compiles_once(pattern: DilatedPattern) -> None:
     inputs, cache = draw(), make(pattern)
     compilations = torch._dynamo.testing.CompileCounter()
@@ -261,15 +246,12 @@ def test_crop_forgets_what_came_after(seen: int, kept: int) -> None:
     torch.testing.assert_close(out, expected[:, kept : kept + 12], **EXACT)
 
 
-def test_crop_takes_a_length_per_sequence() -> None:
-    inputs, cache = draw(), make(DilatedPattern((7,), (2,)))
+def test_crop_rejects_what_is_overwritten_and_accepts_its_neighbours() -> None:
+    inputs, cache = draw(), make(DilatedPattern((7, 14), (1, 2)))
     feed(cache, inputs, 0, 13)
     cache.crop(torch.tensor([8, 20, 12]))
     assert cache.lengths.tolist() == [8, 13, 12]
-
-
-def test_crop_rejects_what_is_overwritten_and_accepts_its_neighbours() -> None:
-    inputs, cache = draw(), make(DilatedPattern((7, 14), (1, 2)))
+    cache.reset()
     feed(cache, inputs, 0, 16)
     with pytest.raises(ValueError, match=r"^length must end in the segment that is stored, .*, got 13 of 16 tokens"):
         cache.crop(13)
@@ -353,9 +335,10 @@ def test_rows_that_take_no_part_never_reach_the_output(data: st.DataObject) -> N
     torch.testing.assert_close(torch.stack([torch.cat(out) for out in outs]), expected, **EXACT, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("chunks", [(40,), (9, 31), (1,) * 40], ids=len)
+@pytest.mark.parametrize(
+    ("dtype", "poison", "chunks"),
+    [(torch.float64, torch.nan, (40,)), (torch.float32, torch.inf, (9, 31)), (torch.bfloat16, -torch.inf, (1,) * 40)],
+)
 def test_poison_in_a_finished_segment_ends_with_it(dtype: torch.dtype, poison: float, chunks: tuple[int, ...]) -> None:
     pattern = DilatedPattern((7,), (1,))
     inputs, cache = draw(40, dtype=dtype), make(pattern, dtype=dtype)
@@ -389,28 +372,6 @@ def test_long_prompt_with_a_mark_hides_it_from_earlier_tokens() -> None:
 
 
 # -- state --------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("max_length", [3, 9, 10])
-def test_full_sequence_takes_padding_while_the_others_go_on(pattern: DilatedPattern, max_length: int) -> None:
-    inputs, cache = draw(max_length), make(pattern, max_length=max_length)
-    expected = full(inputs, pattern)
-    held = [max_length, max_length - 2, 1]
-    cache.attend(*inputs, lengths=torch.tensor(held))
-    while min(held) < max_length:
-        size = 2 if held[2] == 4 else 1
-        counts = [min(size, max_length - n) for n in held]
-        chunk = [torch.zeros(BATCH, size, *x.shape[2:], dtype=x.dtype) for x in inputs]
-        for b, (n, count) in enumerate(zip(held, counts)):
-            for part, x in zip(chunk, inputs):
-                part[b, :count] = x[b, n : n + count]
-        out = cache.attend(*chunk, lengths=torch.tensor(counts))
-        for b, (n, count) in enumerate(zip(held, counts)):
-            torch.testing.assert_close(out[b, :count], expected[b, n : n + count], **EXACT)
-            assert not out[b, count:].any()
-        held = [n + count for n, count in zip(held, counts)]
-    assert cache.lengths.tolist() == held
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -570,13 +531,6 @@ def test_attend_rejects_gradients() -> None:
     inputs, cache = tuple(x[:, :1] for x in draw()), make(LONGNET)
     with torch.enable_grad(), pytest.raises(NotImplementedError, match=r"^k must not require a gradient: .*; use torch"):
         cache.attend(inputs[0], inputs[1].requires_grad_(), inputs[2])
-
-
-def test_attend_rejects_what_goes_beyond_max_length() -> None:
-    inputs, cache = draw(), make(LONGNET, max_length=11)
-    feed(cache, inputs, 0, 11)
-    with pytest.raises(RuntimeError, match="lengths must stay within max_length=11"):
-        feed(cache, inputs, 11, 12)
 
 
 def test_reorder_and_crop_reject_wrong_arguments() -> None:

@@ -12,20 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.cases import differentiate, poisoned_memory
-from tests.distributed.cases import (
-    ShardedCase,
-    arguments,
-    assert_expected,
-    cut,
-    expected_of,
-    random_case,
-    results,
-    shards,
-    simple,
-)
-from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly
+from tests.distributed.cases import ShardedCase, arguments, assert_expected, cut, expected_of, random_case, results, shards, simple
+from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly, one_size, several
 
-RANDOM_CASES = 25
+RANDOM_CASES = 14
 
 
 def drawn(number: int, size: int) -> tuple[ShardedCase, str]:
@@ -70,16 +60,16 @@ def test_drawn_cases_cover_the_options(size: int) -> None:
     assert any((case.plan().parts("heads").low > 0).any() for case, exchange in moving if exchange == "heads")
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("is_causal", [False, True])
+@several
+@pytest.mark.parametrize(("exchange", "is_causal"), [("gather", True), ("ring", False), ("heads", True), ("heads", False)])
 def test_every_exchange_moves_queries_too(ranks: Ranks, exchange: str, is_causal: bool) -> None:
     """torchscale's rows shift, so that outputs belong to other ranks than their queries."""
     case = replace(cut(ranks.world_size, is_causal=is_causal), pattern=DilatedPattern.torchscale((7, 16), (3, 5)))
     ranks.run(check_oracle, case, exchange)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("zero_padding", [False, True])
+@one_size
+@pytest.mark.parametrize(("is_causal", "zero_padding"), [(False, False), (True, True), (True, False)])
 def test_one_head_is_computed_by_several_ranks(ranks: Ranks, is_causal: bool, zero_padding: bool) -> None:
     """Its queries are dealt to all of them; each gets the keys that these see, and delivers outputs to their owners."""
     case = simple(ranks.world_size, kv_heads=1, group=1, is_causal=is_causal, ignored=0.2)

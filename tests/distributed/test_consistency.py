@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,14 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, attention_map, dilated_attention
 from flexdilated._version import __version__
-from flexdilated.distributed import consistency, gather_tokens, unshard_sequence
+from flexdilated.distributed import attention, consistency, gather_tokens, unshard_sequence
 from flexdilated.distributed.consistency import MOST_CHARACTERS, TAGS, Fields, differences, one_call, shown
 from flexdilated.distributed.runtime import transport
 from tests.distributed.cases import ShardedCase, arguments, check_sound, results, shards, simple
-from tests.distributed.processes import Ranks, several
+from tests.distributed.processes import Ranks, exactly, one_size, several
 from tests.tolerances import EXACT
 
-SHORT = timedelta(seconds=8)  # of a group whose ranks wait for messages that do not come
 PATTERN = DilatedPattern((24,), (1,))  # cut between two ranks of 13 tokens
 LOCAL = DilatedPattern((13,), (1,))
 TOKENS = 13
@@ -78,28 +79,32 @@ def check_difference(rank: int, mesh: DeviceMesh, field: str, usual: str, other:
     check_sound(case, rank, mesh)
 
 
-@several
-@pytest.mark.parametrize(
-    ("field", "usual", "other"),
-    [
-        ("pattern.segment_lengths", "[8, 67]", "[8, 61]"),
-        ("shard_lengths", "[11, 13", "[12, 13"),
-        ("num_kv_heads", "3", "2"),
-        ("query_heads_per_kv_head", "1", "2"),
-        ("head_dim", "3", "2"),
-        ("batch", "1", "2"),
-        ("dtype", "'torch.float64'", "'torch.float32'"),
-        ("masked", "False", "True"),
-        ("documents", "'none'", "[[0, 3], [3, "),
-        ("differentiable", "False", "True"),
-        ("is_causal", "False", "True"),
-        ("exchange", "'auto'", "'ring'"),
-        ("scale", f"{3**-0.5!r}", "3.25"),
-        ("dropout_p", "0.0", "0.5"),
-    ],
+FIELDS = (
+    ("pattern.segment_lengths", "[8, 67]", "[8, 61]"),
+    ("shard_lengths", "[11, 13", "[12, 13"),
+    ("num_kv_heads", "3", "2"),
+    ("query_heads_per_kv_head", "1", "2"),
+    ("head_dim", "3", "2"),
+    ("batch", "1", "2"),
+    ("dtype", "'torch.float64'", "'torch.float32'"),
+    ("masked", "False", "True"),
+    ("documents", "'none'", "[[0, 3], [3, "),
+    ("differentiable", "False", "True"),
+    ("is_causal", "False", "True"),
+    ("exchange", "'auto'", "'ring'"),
+    ("scale", f"{3**-0.5!r}", "3.25"),
+    ("dropout_p", "0.0", "0.5"),
 )
-def test_ranks_that_differ_all_raise_both_values(ranks: Ranks, field: str, usual: str, other: str) -> None:
-    ranks.run(check_difference, field, usual, other, 0.5 + len(field) / 128)
+
+
+def check_differences(rank: int, mesh: DeviceMesh) -> None:
+    for number, (field, usual, other) in enumerate(FIELDS):
+        check_difference(rank, mesh, field, usual, other, 0.5 + number / 128)
+
+
+@several
+def test_ranks_that_differ_all_raise_both_values(ranks: Ranks) -> None:
+    ranks.run(check_differences)
 
 
 def check_lengths(rank: int, mesh: DeviceMesh) -> None:
@@ -122,7 +127,7 @@ def check_lengths(rank: int, mesh: DeviceMesh) -> None:
     check_sound(case, rank, mesh)
 
 
-@several
+@one_size
 def test_shards_and_versions_that_differ_are_named(ranks: Ranks) -> None:
     ranks.run(check_lengths)
 
@@ -140,7 +145,7 @@ def count_collectives(rank: int, mesh: DeviceMesh) -> list[int]:
     return counts
 
 
-@several
+@one_size
 def test_ranks_compare_each_plan_once(ranks: Ranks) -> None:
     assert ranks.run(count_collectives) == [[1, 1, 1, 1, 1, 2, 3]] * ranks.world_size
 
@@ -178,20 +183,18 @@ def check_bounded(rank: int, mesh: DeviceMesh) -> None:
 # -- two ranks ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two processes for all cases that end well."""
-    ranks = Ranks(2, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.kill()
+def own(mesh: DeviceMesh, timeout: timedelta | None = None) -> DeviceMesh:
+    """The same ranks in a group of their own, which a case may leave out of order."""
+    return DeviceMesh.from_group(dist.new_group(mesh.mesh.tolist(), timeout=timeout), "cpu")
 
 
-@pytest.fixture
-def breaking(tmp_path: Path) -> Iterator[Ranks]:
-    """Two processes for one case that ends in a timeout, which closes gloo's connections."""
-    ranks = Ranks(2, tmp_path, timeout=SHORT)
-    yield ranks
-    ranks.kill()
+def short(rank: int, mesh: DeviceMesh) -> timedelta:
+    """Of a group whose ranks wait for messages that do not come: many times what a step takes on this machine now."""
+    began = time.monotonic()
+    check_step(rank, mesh, 3)
+    seconds = torch.tensor(time.monotonic() - began)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=mesh.get_group())
+    return timedelta(seconds=max(4.0, 200 * seconds.item()))
 
 
 def whole(seed: int) -> list[Tensor]:
@@ -223,9 +226,9 @@ def check_step(rank: int, mesh: DeviceMesh, seed: int, pattern: DilatedPattern =
     assert_right(out, inputs, rank, seed, pattern)
 
 
-@pytest.mark.ranks
-def test_plans_are_remembered_up_to_a_bound(pair: Ranks) -> None:
-    pair.run(check_bounded)
+@exactly(2)
+def test_plans_are_remembered_up_to_a_bound(ranks: Ranks) -> None:
+    ranks.run(check_bounded)
 
 
 OUT_OF_STEP = r"^ranks must exchange rows in (the backward of )?call \d+ over this mesh.*(?i:timed? ?out|closed)"
@@ -287,29 +290,38 @@ def a_call_that_one_rank_refuses(rank: int, mesh: DeviceMesh, exchange: str) -> 
 def a_kernel_that_fails_on_one_rank(rank: int, mesh: DeviceMesh, exchange: str) -> None:
     dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
     if rank == 1:
-        with (
-            mock.patch("flexdilated.distributed.attention.context_forward", side_effect=MemoryError),
-            pytest.raises(MemoryError),
-        ):
+        failing.add(threading.get_ident())
+        with pytest.raises(MemoryError):
             dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
+        failing.remove(threading.get_ident())
     with pytest.raises(RuntimeError, match=OUT_OF_STEP):
         dilated_attention(*shard(rank, 2 + rank), PATTERN, mesh=mesh, exchange=exchange)
 
 
+failing: set[int] = set()  # threads
+
+
+def fail_or(forward: Callable[..., Any], *args: Any) -> Any:
+    if threading.get_ident() in failing:
+        raise MemoryError
+    return forward(*args)
+
+
 CASES = (
-    backwards_in_another_order,
-    a_layer_left_out,
-    a_layer_left_out_in_inference,
-    two_known_plans,
-    a_new_plan_beside_a_known_one,
-    a_call_that_one_rank_refuses,
+    *((backwards_in_another_order, exchange) for exchange in ("gather", "ring", "heads")),
+    *((a_layer_left_out, exchange) for exchange in ("gather", "ring", "heads")),
+    (a_layer_left_out_in_inference, "ring"),
+    (two_known_plans, "heads"),
+    (a_new_plan_beside_a_known_one, "gather"),
+    (a_call_that_one_rank_refuses, "ring"),
+    (a_kernel_that_fails_on_one_rank, "gather"),
 )
 
 
 def all_cases(rank: int, mesh: DeviceMesh) -> None:
     """Each case in a thread and a process group of its own: all timeouts run out together."""
-    cases = [(case, exchange) for case in CASES for exchange in ("gather", "ring", "heads")]
-    meshes = [DeviceMesh.from_group(dist.new_group(timeout=SHORT), "cpu") for _ in cases]
+    timeout = short(rank, mesh)
+    meshes = [own(mesh, timeout) for _ in CASES]
     failures: list[str] = []
 
     def run(case: Callable[..., None], exchange: str, mesh: DeviceMesh) -> None:
@@ -318,25 +330,19 @@ def all_cases(rank: int, mesh: DeviceMesh) -> None:
         except BaseException:
             failures.append(f"{case.__name__}, {exchange}: {traceback.format_exc()}")
 
-    threads = [threading.Thread(target=run, args=(*case, mesh)) for case, mesh in zip(cases, meshes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [threading.Thread(target=run, args=(*case, mesh)) for case, mesh in zip(CASES, meshes)]
+    with mock.patch.object(attention, "context_forward", partial(fail_or, attention.context_forward)):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.ranks
 @pytest.mark.slow
-def test_calls_that_differ_end_in_the_timeout(tmp_path: Path) -> None:
-    with Ranks(2, tmp_path) as ranks:
-        ranks.run(all_cases)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_a_kernel_that_fails_on_one_rank_ends_in_the_timeout(breaking: Ranks) -> None:
-    breaking.run(a_kernel_that_fails_on_one_rank, "gather")
+@exactly(2)
+def test_calls_that_differ_end_in_the_timeout(ranks: Ranks) -> None:
+    ranks.run(all_cases)
 
 
 def check_loss(rank: int, mesh: DeviceMesh, phase: str) -> None:
@@ -357,14 +363,12 @@ def check_loss(rank: int, mesh: DeviceMesh, phase: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_rank_that_ends_is_an_error_on_the_others(phase: str, tmp_path: Path) -> None:
-    ranks = Ranks(3, tmp_path, timeout=SHORT)
-    try:
+    with Ranks(3, tmp_path) as ranks:
         ranks.run(check_loss, phase, ending=(1,))
-    finally:
-        ranks.kill()
 
 
 def one_call_too_many(rank: int, mesh: DeviceMesh) -> None:
+    mesh = own(mesh)
     group = mesh.get_group()
     dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh)
     if rank == 0:
@@ -377,16 +381,20 @@ def one_call_too_many(rank: int, mesh: DeviceMesh) -> None:
             dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=0.3)
 
 
-@pytest.mark.ranks
-def test_a_call_too_many_is_named_where_ranks_compare(tmp_path: Path) -> None:
-    with Ranks(2, tmp_path) as ranks:
-        ranks.run(one_call_too_many)
+@exactly(2)
+def test_a_call_too_many_is_named_where_ranks_compare(ranks: Ranks) -> None:
+    ranks.run(one_call_too_many)
 
 
 # -- legal --------------------------------------------------------------------------------------------------------------------
 
 
-def check_legal(rank: int, mesh: DeviceMesh, pattern: DilatedPattern, way: str) -> None:
+def check_legal(rank: int, mesh: DeviceMesh, way: str) -> None:
+    for pattern in (PATTERN, LOCAL):
+        check_way(rank, mesh, pattern, way)
+
+
+def check_way(rank: int, mesh: DeviceMesh, pattern: DilatedPattern, way: str) -> None:
     inputs, options = shard(rank, 5), {"mesh": mesh, "exchange": "gather"}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -424,13 +432,12 @@ def check_legal(rank: int, mesh: DeviceMesh, pattern: DilatedPattern, way: str) 
     assert_right(out, inputs, rank, 5, pattern)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("pattern", [PATTERN, LOCAL], ids=["cut", "local"])
+@exactly(2)
 @pytest.mark.parametrize(
     "way", ["checkpoint", "reentrant", "twice", "no_grad", "in turn", pytest.param("compiled", marks=pytest.mark.slow)]
 )
-def test_numbered_calls_give_what_one_rank_gives(pair: Ranks, way: str, pattern: DilatedPattern) -> None:
-    pair.run(check_legal, pattern, way)
+def test_numbered_calls_give_what_one_rank_gives(ranks: Ranks, way: str) -> None:
+    ranks.run(check_legal, way)
 
 
 def check_refused(rank: int, mesh: DeviceMesh) -> None:
@@ -459,15 +466,15 @@ def check_refused(rank: int, mesh: DeviceMesh) -> None:
     check_step(rank, mesh, 9)
 
 
-@pytest.mark.ranks
-def test_transforms_and_threads_are_refused_by_name(pair: Ranks) -> None:
-    pair.run(check_refused)
+@exactly(2)
+def test_transforms_and_threads_are_refused_by_name(ranks: Ranks) -> None:
+    ranks.run(check_refused)
 
 
 # -- without tags -------------------------------------------------------------------------------------------------------------
 
 
-def check_headers(rank: int, mesh: DeviceMesh, exchange_name: str, is_mixed: bool) -> None:
+def check_headers(rank: int, mesh: DeviceMesh, exchange: str, is_mixed: bool) -> None:
     """As over a backend that matches messages by their order alone."""
     send = dist.P2POp
 
@@ -475,10 +482,10 @@ def check_headers(rank: int, mesh: DeviceMesh, exchange_name: str, is_mixed: boo
         return send(make, message, peer, group, 0)
 
     with mock.patch.object(transport, "has_tags", return_value=False), mock.patch.object(dist, "P2POp", untagged):
-        inputs = shard(rank, 4)
-        out = dilated_attention(*inputs, PATTERN, mesh=mesh, exchange=exchange_name)
+        inputs, mesh = shard(rank, 4), own(mesh)
+        out = dilated_attention(*inputs, PATTERN, mesh=mesh, exchange=exchange)
         if is_mixed:
-            other = dilated_attention(*shard(rank, 6), PATTERN, mesh=mesh, exchange=exchange_name)
+            other = dilated_attention(*shard(rank, 6), PATTERN, mesh=mesh, exchange=exchange)
             with pytest.raises(
                 RuntimeError, match="ranks must make the same calls of dilated_attention in the same order, got rows of another"
             ):
@@ -488,16 +495,12 @@ def check_headers(rank: int, mesh: DeviceMesh, exchange_name: str, is_mixed: boo
             assert_right(out, inputs, rank, 4)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("exchange_name", ["gather", "ring", "heads"])
-def test_messages_without_tags_carry_their_number(pair: Ranks, exchange_name: str) -> None:
-    pair.run(check_headers, exchange_name, False)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_messages_of_another_call_are_refused_without_tags(breaking: Ranks) -> None:
-    breaking.run(check_headers, "gather", True)
+@exactly(2)
+@pytest.mark.parametrize(
+    ("exchange", "is_mixed"), [("gather", False), ("ring", False), ("heads", False), ("gather", True)], ids=str
+)
+def test_messages_without_tags_carry_their_number(ranks: Ranks, exchange: str, is_mixed: bool) -> None:
+    ranks.run(check_headers, exchange, is_mixed)
 
 
 def test_tags_differ_between_calls_and_directions() -> None:
@@ -548,9 +551,9 @@ def check_wholes(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(gather_tokens(x[..., 0], good, mesh), expected[:, :1, :, 0], **EXACT)
 
 
-@pytest.mark.ranks
-def test_wholes_that_ranks_put_together_are_compared(pair: Ranks) -> None:
-    pair.run(check_wholes)
+@exactly(2)
+def test_wholes_that_ranks_put_together_are_compared(ranks: Ranks) -> None:
+    ranks.run(check_wholes)
 
 
 def backwards_of_wholes(rank: int, mesh: DeviceMesh) -> None:
@@ -570,9 +573,9 @@ def backwards_of_wholes(rank: int, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(x.grad, torch.full_like(x, float(mesh.size())), **EXACT)
 
 
-@pytest.mark.ranks
-def test_gradients_of_two_wholes_are_not_mixed(pair: Ranks) -> None:
-    pair.run(backwards_of_wholes)
+@exactly(2)
+def test_gradients_of_two_wholes_are_not_mixed(ranks: Ranks) -> None:
+    ranks.run(backwards_of_wholes)
 
 
 def maps_in_another_order(rank: int, mesh: DeviceMesh) -> None:
@@ -591,6 +594,6 @@ def maps_in_another_order(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(query(5), expected, **EXACT)
 
 
-@pytest.mark.ranks
-def test_maps_in_another_order_are_an_error_on_both_ranks(pair: Ranks) -> None:
-    pair.run(maps_in_another_order)
+@exactly(2)
+def test_maps_in_another_order_are_an_error_on_both_ranks(ranks: Ranks) -> None:
+    ranks.run(maps_in_another_order)

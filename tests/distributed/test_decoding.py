@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from math import ceil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from flexdilated import DilatedKVCache, DilatedPattern, dilated_attention, reference
 from flexdilated.attention import attend_with_sinks
 from flexdilated.core.call import Call
-from flexdilated.decode import store as store_module
 from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.ranks import Ranks as CacheRanks
 from flexdilated.decode.ranks import check_same, merge_parts
@@ -31,7 +29,7 @@ from flexdilated.decode.tokens import BLOCK
 from flexdilated.distributed import even_shard_lengths, unshard_sequence
 from flexdilated.nn import LongNetConfig, LongNetLM
 from tests.cases import least_heads
-from tests.distributed.processes import Ranks, each_size
+from tests.distributed.processes import Ranks
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 from tests.distributed.test_modules import build, draw_tokens
 from tests.tolerances import EXACT, assert_twice_naive
@@ -122,7 +120,7 @@ def full(inputs: tuple[Tensor, ...], pattern: DilatedPattern, sinks: Tensor | No
     )  # one more key, of value 0
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("pattern", [RAGGED, GROUPED], ids=str)
 def test_sinks_count_once_whatever_the_ranks(pattern: DilatedPattern) -> None:
     """One that no softmax sees, too, and rows of keys that some ranks lack."""
     inputs, sinks = draw(), torch.linspace(-3.0, 4.0, HEADS * GROUP, dtype=torch.float64)
@@ -170,7 +168,7 @@ def random_pattern(chance: random.Random) -> DilatedPattern:
     )
 
 
-@pytest.mark.parametrize(("size", "seed"), [(2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2), (5, 0), (5, 1), (16, 0)])
+@pytest.mark.parametrize(("size", "seed"), [(2, 0), (2, 1), (3, 0), (3, 1), (5, 0), (7, 0)])
 def test_a_prompt_in_shards_and_steps_after_it_equal_one_process(size: int, seed: int) -> None:
     chance = random.Random(100 * size + seed)
     pattern, tokens = random_pattern(chance), chance.choice([1, 2, 29, 53])
@@ -201,7 +199,7 @@ def test_a_prompt_in_shards_and_steps_after_it_equal_one_process(size: int, seed
     assert all(torch.equal(out[:, prompt:], outs[0][:, prompt:]) for out in outs)  # the same bits
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("pattern", [LONGNET, GROUPED], ids=str)
 def test_sequences_of_different_lengths_equal_each_alone(pattern: DilatedPattern) -> None:
     inputs, counts = draw(), [31, 17, 0]
     expected, lengths = full(inputs, pattern), torch.tensor(counts)
@@ -231,8 +229,7 @@ def test_sequences_of_different_lengths_equal_each_alone(pattern: DilatedPattern
     simulate(3, work)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("size", [2, 3, 16])
+@pytest.mark.parametrize(("pattern", "size"), [(LONGNET, 2), (RAGGED, 3), (GROUPED, 16)], ids=str)
 def test_each_rank_holds_its_share_of_the_rows(pattern: DilatedPattern, size: int) -> None:
     one = DilatedKVCache(pattern, batch_size=BATCH, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float64)
 
@@ -258,13 +255,13 @@ def test_each_rank_holds_its_share_of_the_rows(pattern: DilatedPattern, size: in
         assert sum(used) > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype: torch.dtype) -> None:
     inputs = draw(dtype=dtype)
 
     def work(make: Callable[..., DilatedKVCache]) -> Tensor:
         cache = make(LONGNET, dtype=dtype)
-        steps = [(20, 33), *((t, t + 1) for t in range(33, TOKENS))]
+        steps = [(20, 33), *((t, t + 1) for t in range(33, 43)), (43, TOKENS)]
         return torch.cat([prefill(cache, inputs, (13, 7)), *(feed(cache, inputs, a, b) for a, b in steps)], dim=1)
 
     out = simulate(2, work)[0]
@@ -285,8 +282,9 @@ def test_without_the_fused_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(simulate(2, work)[0], full(inputs, RAGGED), **EXACT)
 
 
-@pytest.mark.parametrize("chunks", [((20, 11), 9, 1, 1, 20), ((3, 0), 5, 17, 1), ((BLOCK + 1, 3), 7)])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("chunks", "poison"), [(((20, 11), 9, 1, 1, 20), torch.nan), (((3, 0), 5, 17, 1), torch.inf), (((BLOCK + 1, 3), 7), torch.nan)]
+)
 def test_a_mark_reaches_who_sees_it_and_nobody_else(chunks: tuple[Any, ...], poison: float) -> None:
     tokens = sum(chunks[0]) + sum(chunks[1:])
     inputs = draw(tokens)
@@ -308,7 +306,7 @@ def test_a_mark_reaches_who_sees_it_and_nobody_else(chunks: tuple[Any, ...], poi
         torch.testing.assert_close(out, expected, **EXACT, equal_nan=True)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("pattern", [LONGNET, GROUPED], ids=str)
 def test_calls_are_taken_back_and_sequences_change_places(pattern: DilatedPattern) -> None:
     inputs, wrong = draw(), draw(TOKENS + 1)
     expected = full(inputs, pattern)
@@ -355,57 +353,6 @@ def test_a_part_of_the_heads_gives_that_part_of_the_outputs() -> None:
         return torch.cat(parts, dim=2)
 
     torch.testing.assert_close(simulate(3, work)[2], full(inputs, GROUPED), **EXACT)
-
-
-# -- planted faults ------------------------------------------------------------------------------------------------------------
-
-
-def decoded(size: int = 3) -> Tensor:
-    """Of a prompt, steps, and a chunk over a border of segments."""
-    inputs = draw()
-
-    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
-        cache = make(LONGNET)
-        steps = [(20, 21), (21, 22), (22, 40), *((t, t + 1) for t in range(40, TOKENS))]
-        return torch.cat([prefill(cache, inputs, (9, 0, 11)), *(feed(cache, inputs, a, b) for a, b in steps)], dim=1)
-
-    return simulate(size, work)[0]
-
-
-def test_a_merge_that_forgets_the_lse_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = full(draw(), LONGNET)
-    torch.testing.assert_close(decoded(), expected, **EXACT)
-    monkeypatch.setattr(f"{__name__}.merge_parts", lambda parts: parts[..., :-1].mean(0))
-    with pytest.raises(AssertionError, match="not close"):
-        torch.testing.assert_close(decoded(), expected, **EXACT)
-
-
-@pytest.mark.parametrize("fault", ["put", "places", "own"])
-def test_rows_on_wrong_ranks_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = store_module.Store
-    if fault == "put":  # every rank stores every token
-        index = real._index
-
-        def rolled(self: Any, rows: Tensor) -> Tensor:
-            return index(self, rows).roll(1, -1) if self.rank == 1 else index(self, rows)
-
-        monkeypatch.setattr(real, "_index", rolled)
-    elif fault == "places":  # the rows of a rank stand for those of its neighbour
-        places = real._places
-        monkeypatch.setattr(real, "_places", lambda self, rank: places(self, (rank + 1) % self.num_ranks if rank == 2 else rank))
-    else:  # new tokens count on every rank
-        attend = real.attend
-
-        def thrice(self: Any, *args: Any) -> Tensor:
-            rank, self.rank = self.rank, 0
-            try:
-                return attend(self, *args)
-            finally:
-                self.rank = rank
-
-        monkeypatch.setattr(real, "attend", thrice)
-    with pytest.raises(AssertionError, match="not close"):
-        torch.testing.assert_close(decoded(), full(draw(), LONGNET), **EXACT)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------------------
@@ -473,7 +420,7 @@ def check_cache(rank: int, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(feed(twin, inputs, 47, 48), expected[:, 47:48], **EXACT)
         with pytest.raises(TypeError, match=rf"^a cache must be pickled without mesh, got one over {size} ranks"):
             pickle.dumps(cache)
-    if size > 2:  # a compiler for each rank costs seconds
+    if size > 2:  # a compiler for each rank takes long
         return
     torch.compiler.reset()
     compilations = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -553,17 +500,16 @@ def check_calls_that_were_agreed_on(rank: int, mesh: DeviceMesh, cache: DilatedK
 
 def check_a_refused_compiled_step(rank: int, mesh: DeviceMesh) -> None:
     """A compiler may store before it asks the ranks; what they refuse must not count."""
-    inputs = draw()
-    cache = DilatedKVCache(LONGNET, batch_size=BATCH, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float64, mesh=mesh)
+    inputs, pattern = draw(), DilatedPattern((7,), (2,))  # a branch more takes inductor seconds
+    cache = DilatedKVCache(pattern, batch_size=BATCH, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float64, mesh=mesh)
+    feed(cache, inputs, 0, 2)
+    torch.compiler.reset()
     step = torch.compile(lambda q, k, v, scale: cache.attend(q, k, v, scale=scale), fullgraph=True)
-    expected = full(inputs, LONGNET)
-    for at in range(4):
-        new = [x[:, at : at + 1] for x in inputs]
-        if at == 2:
-            with pytest.raises(ValueError, match="ranks must agree on scale"):
-                step(*new, 0.6 + rank)
-            assert cache.lengths.tolist() == [2] * BATCH
-        torch.testing.assert_close(step(*new, DIM**-0.5), expected[:, at : at + 1], **EXACT)
+    new = [x[:, 2:3] for x in inputs]
+    with pytest.raises(ValueError, match="ranks must agree on scale"):
+        step(*new, 0.6 + rank)
+    assert cache.lengths.tolist() == [2] * BATCH
+    torch.testing.assert_close(cache.attend(*new), full(inputs, pattern)[:, 2:3], **EXACT)
 
 
 def check_orders(rank: int, mesh: DeviceMesh) -> None:
@@ -633,21 +579,7 @@ def check_generation_in_another_dtype(mesh: DeviceMesh, local: Tensor, shards: t
     assert torch.equal(model.generate(local, dtype=torch.float32, **options), narrow.generate(local, **options))
 
 
-def check_decoding(rank: int, mesh: DeviceMesh) -> None:
-    with torch.no_grad():
-        check_cache(rank, mesh)
-        check_faults(rank, mesh)
-        check_orders(rank, mesh)
-        check_a_refused_compiled_step(rank, mesh)
-    check_generation(rank, mesh)
-
-
-@pytest.mark.parametrize("ranks", [each_size(2), each_size(3)], indirect=True)
-def test_decoding_over_processes_equals_one(ranks: Ranks) -> None:
-    ranks.run(check_decoding)
-
-
-def other_tokens(rank: int, mesh: DeviceMesh) -> None:
+def check_other_tokens(rank: int, mesh: DeviceMesh) -> None:
     """Tokens that are said to be all of them, and are not the same: shards without their lengths, or drawn by each rank."""
     torch.manual_seed(0)
     model = (
@@ -674,7 +606,26 @@ def other_tokens(rank: int, mesh: DeviceMesh) -> None:
             torch.testing.assert_close(model(more, caches=caches), alone(more, caches=of_one), **EXACT)
 
 
-@pytest.mark.ranks
-def test_other_tokens_on_some_ranks_are_told(tmp_path: Path) -> None:
-    with Ranks(2, tmp_path) as ranks:
-        ranks.run(other_tokens)
+def without_gradients(rank: int, mesh: DeviceMesh, check: Callable[[int, DeviceMesh], None]) -> None:
+    with torch.no_grad():
+        check(rank, mesh)
+
+
+@pytest.mark.parametrize(
+    ("check", "ranks"),
+    [
+        pytest.param(check, size, id=f"{check.__name__[6:]}-{size}_ranks", marks=(pytest.mark.ranks, pytest.mark.slow))
+        for check, *sizes in (
+            (check_cache, 2, 3),
+            (check_faults, 2, 3),
+            (check_orders, 2, 3),
+            (check_a_refused_compiled_step, 2),
+            (check_other_tokens, 2),
+            (check_generation, 2, 3),
+        )
+        for size in sizes
+    ],
+    indirect=["ranks"],
+)
+def test_decoding_over_processes_equals_one(ranks: Ranks, check: Callable[[int, DeviceMesh], None]) -> None:
+    ranks.run(check if check is check_generation else without_gradients, *(() if check is check_generation else (check,)))

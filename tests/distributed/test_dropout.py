@@ -16,14 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.cases import differentiate
-from tests.distributed.cases import (
-    ShardedCase,
-    arguments,
-    cut,
-    expected_of,
-    grid,
-    shards,
-)
+from tests.distributed.cases import ShardedCase, arguments, cut, expected_of, grid, shards
 from tests.distributed.processes import Ranks, exactly, one_size
 from tests.tolerances import EXACT, SINGLE
 
@@ -44,8 +37,7 @@ def check_checkpointing(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange
 
 
 @one_size
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize(("exchange", "dropout_p"), [("gather", 0.0), ("ring", 0.3), ("heads", 0.3)])
 def test_activation_checkpointing_changes_nothing(ranks: Ranks, exchange: str, dropout_p: float) -> None:
     ranks.run(check_checkpointing, cut(ranks.world_size, ignored=0.2), exchange, dropout_p)
 
@@ -75,8 +67,7 @@ def kept_weights(rank: int, mesh: DeviceMesh, exchange: str, is_local: bool) -> 
 
 
 @one_size
-@pytest.mark.parametrize("is_local", [False, True], ids=["cut", "local"])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(("exchange", "is_local"), [("gather", False), ("ring", False), ("heads", False), ("auto", True)])
 def test_dropout_drops_its_share_independently_on_every_rank(ranks: Ranks, exchange: str, is_local: bool) -> None:
     kept = torch.stack(ranks.run(kept_weights, exchange, is_local))  # (ranks, B, H, keys, BLOCK)
     check_independence(kept.unflatten(3, (-1, BLOCK)).flatten(0, 3).flatten(1))  # one per pair of ranks, sequence and head
@@ -120,7 +111,7 @@ def kept_weights_of_dtensors(rank: int, mesh: DeviceMesh, placements: list[Place
 @one_size
 @pytest.mark.parametrize(
     "placements",
-    [[Shard(0)], [Shard(2)], [Shard(0), Shard(1)], [Shard(0), Shard(2)], [Replicate(), Shard(0)]],
+    [[Shard(2)], [Shard(0), Shard(1)], [Replicate(), Shard(0)]],
     ids=str,
 )
 def test_dropout_of_dtensors_is_independent_on_every_shard(ranks: Ranks, placements: list[Placement]) -> None:
@@ -128,9 +119,9 @@ def test_dropout_of_dtensors_is_independent_on_every_shard(ranks: Ranks, placeme
 
 
 @pytest.mark.slow
-@exactly(4)
+@exactly(2)
 def test_compiled_dropout_of_dtensors_is_independent_on_every_shard(ranks: Ranks) -> None:
-    check_dtensors(ranks, [Shard(0), Shard(1)], True)
+    check_dtensors(ranks, [Shard(0)], True)
 
 
 def check_dtensors(ranks: Ranks, placements: list[Placement], compiled: bool) -> None:
@@ -159,8 +150,7 @@ def directional(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) -
 
 
 @one_size
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, "ignored": 0.2}], ids=["plain", "causal_mask"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_gradients_under_dropout_are_those_of_the_same_masks(ranks: Ranks, exchange: str, options: dict[str, Any]) -> None:
-    differences, products = zip(*ranks.run(directional, cut(ranks.world_size, **options), exchange))
+def test_gradients_under_dropout_are_those_of_the_same_masks(ranks: Ranks, exchange: str) -> None:
+    differences, products = zip(*ranks.run(directional, cut(ranks.world_size, is_causal=True, ignored=0.2), exchange))
     torch.testing.assert_close(torch.tensor(sum(products)), torch.tensor(sum(differences)), **SINGLE)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, attention_map
 from tests.distributed.cases import LENGTHS, ShardedCase, cut, random_case
-from tests.distributed.processes import Ranks, one_size
+from tests.distributed.processes import Ranks, each_size, one_size
 from tests.tolerances import EXACT
 
 
@@ -34,7 +34,7 @@ def check_map(rank: int, mesh: DeviceMesh, case: ShardedCase, dtype: torch.dtype
 
 def check_maps(rank: int, mesh: DeviceMesh) -> None:
     size = mesh.size()
-    for seed in range(12):
+    for seed in range(6):
         case = random_case(4000 * size + seed, size, longest=40)
         if case.borders is None:
             check_map(rank, mesh, case)
@@ -92,5 +92,6 @@ def check_compiled(rank: int, mesh: DeviceMesh) -> None:
             whole(q[:, here], k[:, here])
 
 
+@pytest.mark.parametrize("ranks", [each_size(1), each_size(2)], indirect=True)
 def test_compiled_models_may_ask_for_maps(ranks: Ranks) -> None:
     ranks.run(check_compiled)

@@ -80,18 +80,13 @@ def check_model(
 
 
 def check_two(rank: int, mesh: DeviceMesh) -> None:
-    uneven, empty = (13, 21), (34, 0)
-    crossing = [0, 3, 12, 29, 34]
-    for position in ("xpos", "rotary"):
-        check_model(mesh, position=position)
-        check_model(mesh, position=position, shard_lengths=uneven, padded=True)
-        check_model(mesh, position=position, shard_lengths=uneven, documents=crossing, pattern=RAGGED)
-    check_model(mesh, shard_lengths=empty, pattern=RAGGED)
+    uneven, crossing = (13, 21), [0, 3, 12, 29, 34]
+    check_model(mesh, position="xpos", shard_lengths=uneven, padded=True)
+    check_model(mesh, position="rotary", exchange="ring", padded=True)
+    check_model(mesh, position="xpos", shard_lengths=uneven, documents=crossing, pattern=RAGGED, exchange="gather")
+    check_model(mesh, position="rotary", shard_lengths=(34, 0), pattern=RAGGED, exchange="heads")
     check_model(mesh, documents=crossing, tie_embeddings=False)
-    for exchange in ("gather", "ring", "heads"):
-        check_model(mesh, exchange=exchange, shard_lengths=uneven)
-    for position in ("xpos", "rotary"):
-        check_model(mesh, position=position, shard_lengths=uneven, exchange="gather", compiler="aot_eager", num_layers=1)
+    check_model(mesh, position="xpos", shard_lengths=uneven, exchange="gather", compiler="aot_eager", num_layers=1)
     check_layers(rank, mesh)
     check_decoding(mesh)
 
@@ -265,7 +260,7 @@ def check_compiled_pair(rank: int, mesh: DeviceMesh) -> None:
     options = {"cross_attention": "dense"}
     whole, model = build_pair(**options), build_pair(mesh, **options)
     forward = torch.compile(model, fullgraph=True, backend="eager")
-    for src_lengths, tgt_lengths in (((9, 5), (9, 5)), ((8, 7), (4, 13)), ((3, 12), (9, 11))):
+    for src_lengths, tgt_lengths in (((9, 5), (4, 13)), ((3, 12), (9, 11))):
         src, tgt = (torch.randn(2, sum(n), 12, dtype=torch.float64) for n in (src_lengths, tgt_lengths))
         dist.broadcast(src, 0, group=mesh.get_group())
         dist.broadcast(tgt, 0, group=mesh.get_group())
@@ -278,7 +273,7 @@ def check_compiled_pair(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.slow
 @exactly(2)
 def test_encoder_and_decoder_compile_for_several_lengths(ranks: Ranks) -> None:
-    ranks.run(check_compiled_pair, deadline=300.0)
+    ranks.run(check_compiled_pair)
 
 
 def check_other_lengths(rank: int, mesh: DeviceMesh) -> None:
@@ -286,9 +281,9 @@ def check_other_lengths(rank: int, mesh: DeviceMesh) -> None:
     size, dense = mesh.size(), {"cross_attention": "dense"}
     growing, falling = tuple(3 + 4 * i for i in range(size)), tuple(11 - 3 * i for i in range(size))
     none = (*(0,) * (size - 1), 13)
-    for src, tgt in ((growing, falling), (falling, growing), (none, growing), (growing, none), ((17,) * size, (2,) * size)):
-        for masked, exchange in ((False, "auto"), (True, "gather")):
-            check_sides(mesh, src, tgt, masked, dense, exchange)
+    sides = ((growing, falling), (falling, growing), (none, growing), (growing, none), ((17,) * size, (2,) * size))
+    for number, (src, tgt) in enumerate(sides):
+        check_sides(mesh, src, tgt, number % 2 == 0, dense, ("auto", "gather")[number // 2 % 2])
     for src, tgt in ((5, 11), (11, 5)):
         check_sides(mesh, (src,) * size, (tgt,) * size, False, dense, "auto", declared=False)
     x = torch.zeros(2, 3, 12, dtype=torch.float64)
@@ -311,9 +306,9 @@ def test_sides_of_other_lengths_over_ranks_equal_one_process(ranks: Ranks) -> No
 # -- a model of torch's own -----------------------------------------------------------------------------------------------------
 
 
-def check_converted(rank: int, mesh: DeviceMesh, norm_first: bool) -> None:
+def check_converted(rank: int, mesh: DeviceMesh) -> None:
     torch.manual_seed(3)
-    sizes: dict[str, Any] = {"batch_first": True, "norm_first": norm_first, "dropout": 0.0, "dtype": torch.float64}
+    sizes: dict[str, Any] = {"batch_first": True, "dropout": 0.0, "dtype": torch.float64}
     dense = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 17, **sizes), 2, enable_nested_tensor=False)
     whole = convert(copy.deepcopy(dense), NESTED, is_causal=True)
     model = convert(dense, NESTED, is_causal=True, mesh=mesh, exchange="gather")
@@ -332,9 +327,8 @@ def check_converted(rank: int, mesh: DeviceMesh, norm_first: bool) -> None:
 
 
 @one_size
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_a_converted_encoder_over_ranks_equals_one_process(ranks: Ranks, norm_first: bool) -> None:
-    ranks.run(check_converted, norm_first)
+def test_a_converted_encoder_over_ranks_equals_one_process(ranks: Ranks) -> None:
+    ranks.run(check_converted)
 
 
 # -- beside data parallelism ------------------------------------------------------------------------------------------------------
@@ -403,26 +397,22 @@ def check_heads(rank: int, _: DeviceMesh) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     weight = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
-    positions = {"rotary": Rotary(6), "xpos": XPos(6, NESTED)}
-    rotations = {name: position(torch.arange(TOKENS), dtype=torch.float64) for name, position in positions.items()} | {"none": None}
-    for layer_norm in (True, False):
-        for name, rotation in rotations.items():
-            torch.manual_seed(2307)
-            whole = MultiheadDilatedAttention(24, 4, NESTED, num_kv_heads=2, layer_norm=layer_norm, is_causal=True).double()
-            layer = copy.deepcopy(whole)
-            parallelize(layer, mesh)
-            grads = []
-            for module in (whole, layer):
-                y = x.clone().requires_grad_()
-                out = module(y, y, y, rotation=rotation)[0]
-                (out * weight).sum().backward()
-                grads.append((out.detach(), y.grad, gradients(module)))
-            for expected, actual in zip(*(pair[:2] for pair in grads)):
-                torch.testing.assert_close(actual, expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
-            for key, expected in grads[0][2].items():
-                actual = grads[1][2][key]
-                actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
-                torch.testing.assert_close(actual, expected, **EXACT, msg=lambda text, key=key: f"{key}: {text}")
+    for layer_norm, position in ((True, Rotary(6)), (False, XPos(6, NESTED)), (True, None)):
+        rotation = position and position(torch.arange(TOKENS), dtype=torch.float64)
+        torch.manual_seed(2307)
+        whole = MultiheadDilatedAttention(24, 4, NESTED, num_kv_heads=2, layer_norm=layer_norm, is_causal=True).double()
+        layer = copy.deepcopy(whole)
+        parallelize(layer, mesh)
+        grads = []
+        for module in (whole, layer):
+            y = x.clone().requires_grad_()
+            out = module(y, y, y, rotation=rotation)[0]
+            (out * weight).sum().backward()
+            grads.append({"out": out.detach(), "y": y.grad, **gradients(module)})
+        for key, expected in grads[0].items():
+            actual = grads[1][key]
+            actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+            torch.testing.assert_close(actual, expected, **EXACT, msg=lambda text, key=key: f"{key}: {text}")
     expected_logits = build()(draw_tokens())
     model = build()
     for block in model.layers:

@@ -1,9 +1,8 @@
-"""Every rank's part in one process, against the oracle; bytes against the plan; planted faults against both."""
+"""Every rank's part in one process, against the oracle; bytes against the plan."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from flexdilated import DilatedPattern
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Inputs
 from flexdilated.distributed.planner import cost_model
-from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan, Spans
+from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.runtime.backward import context_backward
 from flexdilated.distributed.runtime.buffers import Gradients
 from flexdilated.distributed.runtime.forward import context_forward
@@ -24,8 +23,6 @@ from flexdilated.distributed.runtime.task_attention import OutputGradients, Task
 from tests.distributed.cases import ShardedCase, random_case, traffic
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 from tests.tolerances import EXACT
-
-Tamper = Callable[[int, int, Tensor], Tensor]
 
 WIDE = ShardedCase(DilatedPattern((8, 24, 41), (1, 2, 3)), shard_lengths=(11, 13, 17), batch=2, group=2)
 
@@ -44,7 +41,6 @@ def simulate(
     case: ShardedCase,
     exchange: str,
     dtype: torch.dtype = torch.float64,
-    tamper: Tamper = lambda s, r, x: x,
     device: str = "cpu",
     kept: bool = True,
     dropout_p: float = 0.0,
@@ -67,7 +63,7 @@ def simulate(
     mail = Mail()
 
     def ahead(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        return context_forward(part(rank), SimulatedTransport(rank, mail, tamper))
+        return context_forward(part(rank), SimulatedTransport(rank, mail))
 
     outs: list[Any] = run_ranks(num_ranks, ahead)
     forward_bytes, mail.bytes = mail.bytes, Counter()
@@ -76,7 +72,7 @@ def simulate(
         here = case.shard(rank)
         out, lse, received = outs[rank]
         asked = OutputGradients(given["dout"][:, here].contiguous(), given["dlse"][:, :, here].contiguous(), out, lse)
-        return context_backward(part(rank), asked, received if kept else None, SimulatedTransport(rank, mail, tamper))
+        return context_backward(part(rank), asked, received if kept else None, SimulatedTransport(rank, mail))
 
     grads: list[Any] = run_ranks(num_ranks, back)
     whole = {"out": torch.cat([x[0] for x in outs], dim=1), "lse": torch.cat([x[1] for x in outs], dim=2)}
@@ -85,9 +81,9 @@ def simulate(
     return {name: x.cpu() for name, x in whole.items()}, forward_bytes, mail.bytes
 
 
-def check(case: ShardedCase, exchange: str, tamper: Tamper = lambda s, r, x: x) -> None:
+def check(case: ShardedCase, exchange: str) -> None:
     """The two proofs of an exchange: the oracle's values, the plan's bytes."""
-    got, *counted = simulate(case, exchange, tamper=tamper)
+    got, *counted = simulate(case, exchange)
     check_bytes(case, exchange, *counted)
     expected = case.expected()
     for name, value in got.items():
@@ -127,44 +123,35 @@ def test_gradients_go_home_round_the_ring_while_the_next_are_computed(monkeypatc
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("block", range(4))
-def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int, block: int) -> None:
-    for seed in range(block * 6, block * 6 + 6):
+def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int) -> None:
+    for seed in range(12):
         check(random_case(1000 * num_ranks + seed, num_ranks), exchange)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("num_ranks", [8, 16])
-def test_many_ranks_give_what_one_gives(exchange: str, num_ranks: int) -> None:
-    for seed in range(4):
-        check(random_case(1000 * num_ranks + seed, num_ranks, longest=150), exchange)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_64_ranks_give_what_one_gives(exchange: str) -> None:
+def test_many_ranks_give_what_one_gives(exchange: str) -> None:
     """Segments inside shards, over a few of them, over half and over all."""
-    lengths = tuple((7, 5, 0, 6)[rank % 4] for rank in range(64))
-    pattern = DilatedPattern((6, 20, 140, 288), (1, 2, 3, 5))
+    lengths = tuple((7, 5, 0, 6)[rank % 4] for rank in range(17))
+    pattern = DilatedPattern((6, 20, 40, 76), (1, 2, 3, 5))
     check(ShardedCase(pattern, shard_lengths=lengths, kv_heads=3, group=2, head_dim=3, ignored=0.2, is_causal=True), exchange)
+    check(random_case(8002, 8, longest=150), exchange)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_that_were_not_kept_travel_again(exchange: str) -> None:
-    for seed in range(12):
+    for seed in range(6):
         case = random_case(5000 + seed, 3)
         for value, expected in zip(*(simulate(case, exchange, kept=kept)[0].values() for kept in (False, True))):
             assert torch.equal(value, expected)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("kept", [True, False])
-def test_an_empty_batch_gives_what_one_rank_gives(exchange: str, kept: bool) -> None:
+def test_an_empty_batch_gives_what_one_rank_gives(exchange: str) -> None:
     case = replace(WIDE, batch=0, ignored=0.3)
     expected = case.expected()
-    for name, value in simulate(case, exchange, kept=kept)[0].items():
-        assert value.shape == expected[name].shape
+    for kept in (True, False):
+        for name, value in simulate(case, exchange, kept=kept)[0].items():
+            assert value.shape == expected[name].shape
 
 
 @pytest.mark.gpu
@@ -206,18 +193,11 @@ def test_low_precision_is_as_exact_as_on_one_rank(exchange: str, dtype: torch.dt
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_dropout_is_the_same_in_forward_and_backward_and_differs_by_rank(exchange: str) -> None:
     """`out` is linear in v under fixed dropout, so `sum(dout out) = sum(v dv)`, only if both directions drop the same weights."""
-    got, _, _ = simulate(WIDE, exchange, dropout_p=0.4, seed=5)
-    given = WIDE.named()
-    torch.testing.assert_close((given["dout"] * got["out"]).sum(), (given["v"] * _without_lse(exchange)["dv"]).sum(), **EXACT)
-    again, _, _ = simulate(WIDE, exchange, dropout_p=0.4, seed=5)
+    got, again, other = (simulate(WIDE, exchange, dropout_p=0.4, seed=seed)[0] for seed in (5, 5, 6))
+    given = WIDE.named()  # a gradient of lse does not reach v
+    torch.testing.assert_close((given["dout"] * got["out"]).sum(), (given["v"] * again["dv"]).sum(), **EXACT)
     assert torch.equal(got["out"], again["out"])
-    other, _, _ = simulate(WIDE, exchange, dropout_p=0.4, seed=6)
     assert not torch.equal(got["out"], other["out"])
-
-
-def _without_lse(exchange: str) -> dict[str, Tensor]:
-    # A gradient of lse does not reach v.
-    return simulate(WIDE, exchange, dropout_p=0.4, seed=5)[0]
 
 
 @pytest.mark.parametrize("x", [torch.ones(()).expand(3, 2, 1), torch.ones(1, 1, 2)[..., :1], torch.ones(5, 1, 3)[:1, :, 1:]])
@@ -262,76 +242,3 @@ def test_nan_stays_in_the_rows_that_may_see_it(exchange: str, monkeypatch: pytes
         assert not got[name][:, :, [0, 2]].isnan().any()
         assert not got[name][:, 16:].isnan().any()
         assert got[name].isnan().any()
-
-
-# -- planted faults -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_dropped_gradient_reduction_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = random_case(3004, 3) if exchange == "heads" else WIDE
-    check(case, exchange)
-    monkeypatch.setattr(Gradients, "add_returned_keys", lambda *arguments: None)
-    with pytest.raises(AssertionError, match="dk"):
-        check(case, exchange)
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_one_extra_row_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It changes no value: only the bytes tell."""
-    spans_of = ContextPlan.spans
-
-    def generous(self: ContextPlan, exchange: str, kind: str, *args: Any, **options: Any) -> Spans:
-        spans = spans_of(self, exchange, kind, *args, **options)
-        # Of one pair of ranks, which both of them see.
-        more = (kind == "kv") & (spans.receiver == 0) & (spans.sender == 2) & (spans.end + 2 <= self.borders[3])
-        return spans._replace(end=spans.end + 2 * more)  # the sender holds that row too
-
-    case = ShardedCase(DilatedPattern((30,), (2,)), shard_lengths=(11, 13, 17))
-    ahead, back = simulate(case, exchange)[1:]
-    check_bytes(case, exchange, ahead, back)
-    plan = ContextPlan(
-        case.pattern, case.shard_lengths, case.kv_heads, range(case.kv_heads), case.group, case.documents(), case.is_causal
-    )
-    monkeypatch.setattr(ShardedCase, "plan", lambda self: plan)
-    with monkeypatch.context() as planted:
-        planted.setattr(ContextPlan, "spans", generous)
-        ahead, back = simulate(case, exchange)[1:]
-    monkeypatch.undo()
-    with pytest.raises(AssertionError):
-        check_bytes(case, exchange, ahead, back)
-
-
-def _stale(sender: int, receiver: int, message: Tensor) -> Tensor:
-    """One row is what it was a step ago: anything else."""
-    message[message.shape[0] // 2] = 0.25
-    return message
-
-
-def _swapped(sender: int, receiver: int, message: Tensor) -> Tensor:
-    first, second = message.clone().chunk(2, dim=-1) if message.shape[-1] % 2 == 0 else (message, message)
-    return torch.cat([second, first], dim=-1) if first is not message else message.flip(-1)
-
-
-def _shifted(sender: int, receiver: int, message: Tensor) -> Tensor:
-    return message.roll(1, dims=0)
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("tamper", [_stale, _swapped, _shifted])
-def test_wrong_rows_are_caught(exchange: str, tamper: Tamper) -> None:
-    check(WIDE, exchange)
-    with pytest.raises(AssertionError):
-        check(WIDE, exchange, tamper=tamper)
-
-
-def test_a_message_that_nobody_sends_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.distributed.simulation.TIMEOUT", 0.5)
-
-    class Deaf(SimulatedTransport):
-        def swap(self, sends: Any, receives: Any) -> Any:
-            return super().swap({} if self.rank == 1 else sends, receives)
-
-    monkeypatch.setattr("tests.distributed.test_parallel.SimulatedTransport", Deaf)
-    with pytest.raises(TimeoutError, match=r"rank [02] waits for a message that rank 1 does not send"):
-        simulate(WIDE, "gather")

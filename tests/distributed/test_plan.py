@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from flexdilated import DilatedPattern
 from flexdilated.core.pieces import Piece
@@ -173,6 +173,29 @@ def plans(draw: st.DrawFn) -> ContextPlan:
     )
 
 
+@st.composite
+def wild_plans(draw: st.DrawFn) -> ContextPlan:
+    """Many branches of rates that do not divide their segments, and tiny segments that drift over several ranks."""
+    branches = draw(st.integers(4, 8))
+    lengths = [draw(st.sampled_from((2, 3, 5, 7, 11, 13, 29, 41, 67, 97))) for _ in range(branches)]
+    pattern = DilatedPattern(
+        tuple(lengths),
+        tuple(draw(st.integers(1, length)) for length in lengths),
+        heads=draw(st.sampled_from(("all", "all", "grouped"))),
+        offsets=draw(st.sampled_from(("blocked", "interleaved"))),
+        zero_padding=draw(st.sampled_from((True, True, False))),
+    )
+    shards = tuple(draw(st.lists(st.sampled_from((0, 1, 2, 3, 13, 19, 23)), min_size=2, max_size=7)))
+    num_tokens = sum(shards)
+    borders = (0, *sorted(draw(st.lists(st.integers(0, num_tokens), max_size=3))), num_tokens)
+    documents = tuple((a, b - a) for a, b in pairwise(borders))
+    num_heads = max(draw(st.sampled_from((1, 3, 7, 67))), least_heads(pattern))  # 67: more than a word of bits
+    first = draw(st.integers(0, min(2, num_heads - 1)))
+    return context_plan(
+        pattern, shards, num_heads, range(first, num_heads), draw(st.integers(1, 2)), documents, draw(st.booleans())
+    )
+
+
 def even(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(num_tokens * (i + 1) // num_ranks - num_tokens * i // num_ranks for i in range(num_ranks))
 
@@ -243,7 +266,7 @@ def test_rows_of_a_message_are_found_where_they_are(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@given(plan=plans())
+@given(plan=plans() | wild_plans())
 @example(plan=shifted((31, 8, 8, 8, 7), 31, 7, 7))
 @example(plan=shifted((9, 9, 0, 9), 13, 3, 6, is_causal=False))
 @example(plan=shifted((12, 11, 11, 4), 16, 6, 8, is_causal=False))  # whole heads, whose outputs stand on other ranks
@@ -260,13 +283,7 @@ def test_rows_that_travel_are_those_that_outputs_need_and_their_rank_lacks(plan:
             assert listed(plan, exchange, kind, rank, sent=True) == sent
 
 
-@given(plans())
-def test_gather_and_ring_move_the_same_keys_and_queries_and_no_outputs(plan: ContextPlan) -> None:
-    for kind in KINDS:
-        assert traffic(plan, "ring", kind) == traffic(plan, "gather", kind)
-    assert not traffic(plan, "gather", "out")
-
-
+@pytest.mark.slow
 @given(plans())
 def test_rows_are_counted_at_both_ends_exactly_or_at_most(plan: ContextPlan) -> None:
     for exchange in EXCHANGES:
@@ -400,7 +417,7 @@ def task_softmaxes(task: Task, *, is_causal: bool) -> Iterator[tuple[int, Softma
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @example(plan=of_equal_documents(zero_padding=False))
 @example(plan=of_equal_documents(zero_padding=True))
-@given(plan=plans())
+@given(plan=plans() | wild_plans())
 def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(plan: ContextPlan, exchange: str) -> None:
     expected = Counter((rank, *softmax[1:]) for rank, softmax in placed(plan, exchange))
     of_branches = {(rank, softmax) for rank, softmax in placed(plan, exchange)}
@@ -417,7 +434,6 @@ def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(pl
     assert found == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @given(plan=plans())
 def test_tasks_find_their_rows_here_or_among_those_received_and_say_whose_they_are(plan: ContextPlan, exchange: str) -> None:
@@ -477,53 +493,6 @@ def test_pairs_are_those_of_real_queries_and_keys(plan: ContextPlan, exchange: s
     assert cost_model.pairs(plan, exchange).tolist() == scored
 
 
-@st.composite
-def wild_plans(draw: st.DrawFn) -> ContextPlan:
-    """Many branches of rates that do not divide their segments, and tiny segments that drift over several ranks."""
-    branches = draw(st.integers(4, 8))
-    lengths = [draw(st.sampled_from((2, 3, 5, 7, 11, 13, 29, 41, 67, 97))) for _ in range(branches)]
-    pattern = DilatedPattern(
-        tuple(lengths),
-        tuple(draw(st.integers(1, length)) for length in lengths),
-        heads=draw(st.sampled_from(("all", "all", "grouped"))),
-        offsets=draw(st.sampled_from(("blocked", "interleaved"))),
-        zero_padding=draw(st.sampled_from((True, True, False))),
-    )
-    shards = tuple(draw(st.lists(st.sampled_from((0, 1, 2, 3, 13, 19, 23)), min_size=2, max_size=7)))
-    num_tokens = sum(shards)
-    borders = (0, *sorted(draw(st.lists(st.integers(0, num_tokens), max_size=3))), num_tokens)
-    documents = tuple((a, b - a) for a, b in pairwise(borders))
-    num_heads = max(draw(st.sampled_from((1, 3, 7, 67))), least_heads(pattern))  # 67: more than a word of bits
-    first = draw(st.integers(0, min(2, num_heads - 1)))
-    return context_plan(
-        pattern, shards, num_heads, range(first, num_heads), draw(st.integers(1, 2)), documents, draw(st.booleans())
-    )
-
-
-@pytest.mark.slow
-@settings(max_examples=25)
-@pytest.mark.parametrize("exchange", ["gather", "heads"])
-@given(plan=wild_plans())
-def test_many_branches_that_drift_move_and_compute_what_the_definition_says(plan: ContextPlan, exchange: str) -> None:
-    takers = expected_rows(plan, exchange)
-    for rank in range(plan.num_ranks):
-        for kind, expected in takers.items():
-            received = sorted((b, *row) for (a, b), rows in expected.items() if a == rank for row in rows)
-            assert listed(plan, exchange, kind, rank, sent=False) == received
-    scored = [0] * plan.num_ranks
-    found: Counter[tuple[Any, ...]] = Counter()
-    for rank, softmax in placed(plan, exchange):
-        scored[rank] += 0 if softmax.query is None else len(softmax.keys)
-        found[(rank, *softmax[1:])] += 1
-    assert cost_model.pairs(plan, exchange).tolist() == scored
-    for rank in range(plan.num_ranks):
-        for piece in local_pieces(plan, rank):
-            found.subtract((rank, *x) for x in piece_softmaxes(piece, plan.borders[rank], is_causal=plan.is_causal))
-        for task in tasks_of(plan, exchange, rank):
-            found.subtract((rank, *softmax[1:]) for _, softmax in task_softmaxes(task, is_causal=plan.is_causal))
-    assert not any(found.values())
-
-
 # -- bytes and the choice -----------------------------------------------------------------------------------------------------
 
 SIZES = st.fixed_dictionaries(
@@ -545,6 +514,7 @@ def received_rows(plan: ContextPlan, exchange: str, kind: str, *, returned: bool
     return rows
 
 
+@pytest.mark.slow
 @given(plans(), SIZES)
 def test_bytes_and_buffers_are_those_of_the_rows(plan: ContextPlan, sizes: dict[str, Any]) -> None:
     element, group, dim = sizes["batch"] * sizes["itemsize"], plan.group, sizes["head_dim"]
@@ -569,7 +539,6 @@ def test_bytes_and_buffers_are_those_of_the_rows(plan: ContextPlan, sizes: dict[
         assert cost_model.buffer_bytes(plan, exchange, **sizes).tolist() == expected.tolist()
 
 
-@pytest.mark.slow
 @given(plans(), SIZES, st.sampled_from((1e3, 1e6, 1e9)), st.data())
 def test_choice_is_the_least_time_within_the_budget(
     plan: ContextPlan, sizes: dict[str, Any], compute: float, data: st.DataObject
@@ -606,8 +575,7 @@ def test_choice_is_whole_heads_for_a_segment_of_many_ranks_and_gather_for_two() 
     assert cost_model.choose(two, budget=1 << 40, **BFLOAT16) == "gather"
 
 
-@pytest.mark.parametrize("pattern", ["longnet", "gigapath", "interleaved"])
-@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+@pytest.mark.parametrize(("pattern", "num_ranks"), [("longnet", 64), ("gigapath", 8), ("interleaved", 8), ("gigapath", 2)])
 def test_choice_is_equal_whether_rows_are_counted_exactly_or_at_most(
     pattern: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,23 +600,9 @@ def test_numbers_that_64_bits_do_not_hold_are_refused() -> None:
         context_plan(DilatedPattern((1 << 40,) * 64, (1,) * 64), (tokens // 2,) * 2, 4, range(4), 1, ((0, tokens),), False)
 
 
-def test_choice_weighs_ranks_that_wait_against_bytes() -> None:
-    """Of four causal key/value heads with four query heads each a rank scores 1.27 times the mean; dealt heads travel more."""
-    plan = context_plan(DilatedPattern.gigapath(), even(MILLION, 4), 4, range(4), 4, ((0, MILLION),), True)
-    busiest = {
-        exchange: max(a + b for a, b in zip(*cost_model.bytes_received(plan, exchange, **BFLOAT16))) for exchange in EXCHANGES
-    }
-    assert busiest["heads"] > 2 * busiest["gather"]
-    pairs = {exchange: cost_model.pairs(plan, exchange) for exchange in ("gather", "heads")}
-    assert pairs["gather"].max() / pairs["gather"].mean() == pytest.approx(1.27, abs=0.01)
-    assert pairs["heads"].max() / pairs["heads"].mean() < 1.001
-    found = {link: cost_model.choose(plan, budget=1 << 40, speeds=cost_model.Speeds(link=link), **BFLOAT16) for link in (5e9, 50e9)}
-    assert found == {5e9: "gather", 50e9: "heads"}
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "is_causal", "by_rows", "dealt"),
-    [(8, False, 1.01, 1.01), (8, True, 1.28, 1.01), (64, False, 1.01, 1.01), (64, True, 1.57, 1.03)],
+    [(8, False, 1.01, 1.01), (8, True, 1.28, 1.01), (64, True, 1.57, 1.03)],
 )
 def test_ranks_of_gigapath_end_together_where_heads_are_dealt(
     num_ranks: int, is_causal: bool, by_rows: float, dealt: float
@@ -681,17 +635,6 @@ def test_speeds_of_the_environment(variable: str, value: str, text: str, monkeyp
     monkeypatch.setenv(f"FLEXDILATED_{variable}_SPEED", value)
     with pytest.raises(ValueError, match=f"^{text}$"):
         read()
-
-
-def test_choice_looks_at_the_busiest_rank_and_not_at_the_sum() -> None:
-    # In sum dealt heads travel less and take less time, but of one rank of uneven shards more than any has by rows.
-    plan = context_plan(DilatedPattern((352,), (1,)), (64, 128, 32, 128), 2, range(2), 1, ((0, 352),), False)
-    totals = {exchange: sum(cost_model.bytes_received(plan, exchange, **BFLOAT16)) for exchange in ("gather", "heads")}
-    times = {exchange: cost_model.seconds(plan, exchange, speeds=cost_model.Speeds(), **BFLOAT16) for exchange in totals}
-    for each in (totals, times):
-        assert each["heads"].sum() < each["gather"].sum()
-        assert each["heads"].max() > each["gather"].max()
-    assert cost_model.choose(plan, budget=1 << 40, **BFLOAT16) == "gather"
 
 
 def test_choice_is_the_ring_where_no_buffers_fit() -> None:
@@ -749,11 +692,6 @@ def test_the_schedules_of_many_layers_are_kept_while_they_are_small(monkeypatch:
 # -- figures ------------------------------------------------------------------------------------------------------------------
 
 
-def rows_per_head(plan: ContextPlan, exchange: str, kind: str) -> np.ndarray:
-    """`(num_ranks,)` rows received, in the mean over heads."""
-    return row_counts.listed(plan, exchange)[kind].received / len(plan.within)
-
-
 def test_longnet_of_a_million_tokens_on_8_ranks_is_local() -> None:
     plan = plan_of(DilatedPattern.longnet(), MILLION, 8, 16)
     assert plan.is_local
@@ -761,24 +699,11 @@ def test_longnet_of_a_million_tokens_on_8_ranks_is_local() -> None:
     assert not any(tasks_of(plan, "gather", rank) for rank in range(8))
 
 
-@pytest.mark.parametrize("num_heads", [12, 16])
-def test_longnet_of_a_million_tokens_on_64_ranks_moves_at_most_1366_rows_per_head(num_heads: int) -> None:
-    plan = plan_of(DilatedPattern.longnet(), MILLION, 64, num_heads)
-    # Of 32,768 tokens a rank holds half: one branch's rows of the other half, all heads alike to one row.
-    for rank in range(64):
-        found = list(message_rows.messages(plan, "gather", "kv", rank, sent=False))
-        heads, counts = (np.concatenate(x) for x in zip(*((message.heads, message.counts) for message in found)))
-        assert np.bincount(heads, counts).max() <= 1366
-    assert 1365 <= rows_per_head(plan, "gather", "kv").max() <= 1366
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "zero_padding", "by_rows", "by_heads"),
     [  # means over 16 heads of whole and half rows
-        (8, False, 88_697.6875, 41_360.625),
         (8, True, 88_697.6875, 41_479.3125),
         (64, False, 111_954.875, 20_838.46875),
-        (64, True, 111_955.8125, 20_806.375),
     ],
 )
 def test_gigapath_of_a_million_tokens_moves_exactly(num_ranks: int, zero_padding: bool, by_rows: float, by_heads: float) -> None:
@@ -792,20 +717,6 @@ def test_gigapath_of_a_million_tokens_moves_exactly(num_ranks: int, zero_padding
         bounds = weighed(row_counts.bounds(plan, exchange))
         assert weighed(row_counts.listed(plan, exchange)).max() == expected
         assert expected <= bounds.max() <= 1.06 * expected
-
-
-def test_segments_that_do_not_divide_the_shard_need_more_than_their_excess_over_it() -> None:
-    # max(0, w - n) / r is 0 here, yet every border cuts a segment.
-    plan = plan_of(DilatedPattern((5792,), (2,)), MILLION, 8, 2)
-    assert max(0, 5792 - MILLION // 8) == 0
-    expected = np.zeros(8)
-    for border in range(MILLION // 8, MILLION, MILLION // 8):
-        first = border // 5792 * 5792
-        left = border // (MILLION // 8) - 1
-        expected[left] += (first + 5792 - border) // 2
-        expected[left + 1] += (border - first) // 2
-    assert rows_per_head(plan, "gather", "kv").tolist() == expected.tolist()
-    assert (expected > 0).all()
 
 
 @pytest.mark.slow

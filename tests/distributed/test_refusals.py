@@ -13,12 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import EXCHANGES
-from tests.distributed.cases import (
-    check_sound,
-    grid,
-    shards,
-    simple,
-)
+from tests.distributed.cases import check_sound, grid, shards, simple
 from tests.distributed.processes import Ranks, one_size
 
 

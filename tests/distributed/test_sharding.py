@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
 from flexdilated.distributed.mesh import group_of
 from flexdilated.distributed.sharding import local_shard_lengths
-from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly, several
+from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly, one_size
 from tests.tolerances import EXACT
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -52,8 +52,10 @@ def part(x: Tensor, rank: int, lengths: tuple[int, ...], dim: int) -> Tensor:
 
 def check_values(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) -> None:
     lengths = (5,) * mesh.size() if declared is None else declared
-    for dtype in (*DTYPES, torch.complex64):
-        for dim, shape in ((0, [0]), (1, [3, 0]), (1, [3, 0, 2, 1]), (-1, [2, 3, 0]), (2, [1, 2, 0, 3])):
+    layouts = ((0, [0]), (1, [3, 0]), (1, [3, 0, 2, 1]), (-1, [2, 3, 0]), (2, [1, 2, 0, 3]))
+    for number, dtype in enumerate((*DTYPES, torch.complex64)):
+        for dim, shape in layouts if dtype == torch.bfloat16 else [layouts[number % 5]]:
+            shape = list(shape)
             shape[dim] = sum(lengths)
             whole = draw(shape, torch.float64).to(dtype) if dtype.is_complex else draw(shape, dtype)
             local = shard_sequence(whole, mesh, dim=dim, shard_lengths=declared)
@@ -136,9 +138,7 @@ def check_tokens(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) 
     """One token of each of three sequences, wherever it lies, with the gradient of each rank's own loss."""
     lengths = (5,) * mesh.size() if declared is None else declared
     n = sum(lengths)
-    for positions in (
-        () if n == 0 else (torch.tensor([0, n - 1, n // 2]), torch.tensor([n - 1] * 3), *torch.arange(3 * n).view(-1, 3) % n)
-    ):
+    for positions in () if n == 0 else (torch.tensor([0, n - 1, n // 2]), torch.tensor([n - 1] * 3), torch.arange(3) % n):
         whole = draw([3, n, 2], torch.float64)
         x = part(whole, rank, lengths, 1).requires_grad_()
         kept = torch.zeros_like(whole)
@@ -162,9 +162,8 @@ def check_all(rank: int, mesh: DeviceMesh) -> None:
         check_gradients(rank, mesh, declared, is_compiled=False, reduces=True)
         check_second_derivatives(rank, mesh, declared)
         check_tokens(rank, mesh, declared)
-    for declared in LENGTHS[mesh.size()][:3]:
-        for reduces in (False, True):
-            check_gradients(rank, mesh, declared, is_compiled=True, reduces=reduces)
+    for declared, reduces in (((5, 2), False), ((0, 7), True)) if mesh.size() == 2 else ():
+        check_gradients(rank, mesh, declared, is_compiled=True, reduces=reduces)
 
 
 def check_axes(rank: int, mesh: DeviceMesh) -> None:
@@ -205,9 +204,9 @@ def check_unlike(rank: int, mesh: DeviceMesh) -> None:
         unshard_sequence(DTensor.from_local(torch.ones(1, 2), mesh, [Shard(1)]), mesh)
 
 
-@several
+@one_size
 def test_ranks_that_reduce_no_gradients_beside_others_are_refused(ranks: Ranks) -> None:
-    ranks.run(check_unlike, deadline=60.0)
+    ranks.run(check_unlike)
 
 
 @exactly(3)

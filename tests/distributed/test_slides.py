@@ -105,6 +105,6 @@ def test_a_head_behind_a_slide_over_ranks_trains_as_in_one_process(ranks: Ranks,
     ranks.run(train_head, how)
 
 
-@pytest.mark.ranks
+@one_size
 def test_a_slide_over_ranks_gives_what_it_gives_alone(ranks: Ranks) -> None:
     ranks.run(encode_over_ranks, even_shard_lengths(131, ranks.world_size))

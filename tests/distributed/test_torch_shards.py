@@ -9,7 +9,7 @@ from torch.distributed.tensor.experimental import _attention, context_parallel
 
 from flexdilated import DilatedPattern, attention_map, dilated_attention
 from flexdilated.distributed import shard_sequence, unshard_sequence
-from tests.distributed.processes import Ranks
+from tests.distributed.processes import Ranks, each_size, one_size
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((8, 31), (1, 3))
@@ -52,6 +52,7 @@ def check_context(rank: int, mesh: DeviceMesh) -> None:
     assert torch.equal(dilated_attention(whole, whole, whole, PATTERN), expected)  # outside of it nothing is refused
 
 
+@pytest.mark.parametrize("ranks", [each_size(1), each_size(2)], indirect=True)
 def test_shards_inside_torchs_context(ranks: Ranks) -> None:
     ranks.run(check_context)
 
@@ -66,9 +67,8 @@ def check_function(rank: int, mesh: DeviceMesh) -> None:
     whole = torch.randn(2, 12 * mesh.size(), 3, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     try:
         (x,) = shard(mesh, [whole], [1], _attention._HeadTailLoadBalancer(whole.shape[1], mesh.size(), "cpu"))
-        if mesh.size() > 1:
-            with pytest.raises(ValueError, match=HEAD_TAIL):
-                dilated_attention(x, x, x, PATTERN, mesh=mesh)
+        with pytest.raises(ValueError, match=HEAD_TAIL):
+            dilated_attention(x, x, x, PATTERN, mesh=mesh)
         assert dilated_attention(x, x, x, PATTERN).shape == x.shape
         (x,) = shard(mesh, [whole], [1])
         expected = shard_sequence(dilated_attention(whole, whole, whole, PATTERN), mesh)
@@ -77,5 +77,6 @@ def check_function(rank: int, mesh: DeviceMesh) -> None:
         module._dispatch_mode, module._cp_options.enable_load_balance = before
 
 
+@one_size
 def test_shards_of_torchs_function(ranks: Ranks) -> None:
     ranks.run(check_function)
