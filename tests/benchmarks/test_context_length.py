@@ -12,6 +12,8 @@ import pytest
 from benchmarks import context_length
 from flexdilated.draw.pattern import multiplicity
 
+pytestmark = pytest.mark.lab
+
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:

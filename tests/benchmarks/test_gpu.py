@@ -12,6 +12,8 @@ import torch
 from benchmarks import gpu_engines as gpu
 from flexdilated import DilatedPattern
 
+pytestmark = pytest.mark.lab
+
 ONE_GROUP = ("--patterns", "longnet", "--heads", "2", "--head-dims", "16", "--masks", "causal", "--tokens", "256")
 
 

@@ -21,7 +21,7 @@ from benchmarks.gpu_steps import CHECKED, FORMS, QUICK, TIMED
 from flexdilated.backends import crossovers
 from flexdilated.core.pieces import plan_pieces
 
-pytestmark = pytest.mark.filterwarnings("ignore:pattern with segments:UserWarning")
+pytestmark = [pytest.mark.lab, pytest.mark.filterwarnings("ignore:pattern with segments:UserWarning")]
 
 
 class CutOff(BaseException):

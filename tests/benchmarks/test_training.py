@@ -10,6 +10,8 @@ import torch
 
 from benchmarks import training
 
+pytestmark = pytest.mark.lab
+
 
 @pytest.mark.slow
 def test_report_says_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
