@@ -26,8 +26,7 @@ SWITCHES = ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.FLASH_ATT
 # -- the oracle ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(calls(), st.sampled_from(SWITCHES))
 @example(Case(THREE, num_tokens=1, kv_heads=1, head_dim=1), SWITCHES[0])
 @example(Case(DilatedPattern.torchscale((5, 13), (2, 5)), num_tokens=29, kv_heads=3, ignored=1.0), SWITCHES[0])
@@ -59,11 +58,10 @@ def test_attention_in_float32_equals_the_reference_across_kernel_blocks(case: Ca
         torch.testing.assert_close(a.double(), e, **SINGLE)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [-0.7, 0, 0.0, -0.0, 1.3, 1e-42, -1e-42])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_scale_multiplies_the_scores(scale: float, is_causal: bool, dtype: torch.dtype) -> None:
-    case = Case(THREE, batch=2, group=2, is_causal=is_causal, scale=scale, ignored=0.3)
+def test_scale_multiplies_the_scores(scale: float, dtype: torch.dtype) -> None:
+    case = Case(THREE, batch=2, group=2, is_causal=scale in (-0.7, 0, 1e-42), scale=scale, ignored=0.3)
     for a, e in zip(run_engine(case, "sdpa", dtype), run_reference(case)):
         torch.testing.assert_close(a.double(), e, **(EXACT if dtype == torch.float64 else SINGLE))
 
@@ -71,10 +69,9 @@ def test_scale_multiplies_the_scores(scale: float, is_causal: bool, dtype: torch
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"score_mod": lambda s, b, h, i, j: s}], ids=["plain", "causal", "function"]
 )
-@pytest.mark.parametrize("scale", [1e6, -1e12, 1e20, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("scale", "dtype"), [(1e6, torch.float64), (-1e12, torch.float32), (1e30, torch.float32)])
 def test_large_scale_leaves_each_query_its_largest_score(dtype: torch.dtype, scale: float, options: dict[str, Any]) -> None:
-    q, k, v, _, _ = Case(THREE, batch=2, group=2).tensors(dtype)
+    q, k, v, _, _ = Case(THREE, num_tokens=29, kv_heads=3, group=2).tensors(dtype)
     expected, _ = reference.dilated_attention(q, k, v, THREE, scale=scale, **options)
     for kernels in ([], [SDPBackend.MATH]):
         with sdpa_kernel(kernels) if kernels else nullcontext():
@@ -210,19 +207,19 @@ def test_rows_that_no_key_reaches_are_zero_with_zero_gradients(is_causal: bool) 
     assert all(x[1].isfinite().all() for x in (out, lse, dq, dk, dv))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("detach_weights", [False, True])
-@pytest.mark.parametrize("backend", ["sdpa", "triton", "reference"])
+@pytest.mark.parametrize(
+    ("backend", "detach_weights"),
+    [("sdpa", True), ("sdpa", False), ("reference", True), pytest.param("triton", True, marks=pytest.mark.slow)],
+)
 def test_a_nan_gradient_of_an_empty_rows_lse_goes_nowhere(backend: str, detach_weights: bool) -> None:
     """As `logaddexp` of -inf and -inf has it."""
     pattern = replace(THREE, detach_weights=detach_weights)
-    q, k, v, dout, _ = Case(pattern, num_tokens=23, kv_heads=3, head_dim=16, is_causal=True).tensors(torch.float32)
+    q, k, v, dout, _ = Case(pattern, num_tokens=13, kv_heads=2, head_dim=16, is_causal=True).tensors(torch.float32)
     if backend == "triton":
         pytest.importorskip("triton")
-    ignored = torch.zeros(1, 23, dtype=torch.bool)
-    ignored[:, :7] = True
+    ignored = torch.arange(13)[None] < 7
     options = {"is_causal": True, "key_padding_mask": ignored, "return_lse": True}
-    clean, nan = torch.zeros(1, 3, 23), torch.zeros(1, 3, 23)
+    clean, nan = torch.zeros(1, 2, 13), torch.zeros(1, 2, 13)
     nan[:, :, :7] = math.nan
     run = lambda q, k, v: dilated_attention(q, k, v, pattern, backend=backend, **options)  # noqa: E731
     for a, e in zip(differentiate(run, q, k, v, dout, nan), differentiate(run, q, k, v, dout, clean)):
@@ -242,8 +239,7 @@ def test_positions_that_no_branch_keeps_are_zero() -> None:
 # -- what must not leak -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("zero_padding", [False, True])
+@pytest.mark.parametrize(("value", "zero_padding"), [(math.nan, False), (math.inf, True), (-math.inf, False)])
 def test_a_broken_batch_row_stays_alone(value: float, zero_padding: bool) -> None:
     case = Case(DilatedPattern((11, 23), (1, 3), zero_padding=zero_padding), batch=3)
     tensors = case.tensors()
@@ -272,10 +268,10 @@ def test_a_broken_document_stays_alone(value: float) -> None:
         )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("detach_weights", [False, True])
-@pytest.mark.parametrize("borders", [None, (0, 17, 43)])
+@pytest.mark.parametrize(
+    ("value", "is_causal", "detach_weights", "borders"),
+    [(math.nan, False, True, None), (math.inf, True, False, None), (-math.inf, True, True, (0, 17, 43))],
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"backend": "reference"}, {"mask_mod": lambda b, h, i, j: i >= 0}, {"dropout_p": 1e-300}],
@@ -302,8 +298,7 @@ def test_what_ignored_keys_hold_has_no_effect(
 # -- low precision ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("dtype", "is_causal"), [(torch.bfloat16, False), (torch.float16, True)])
 @pytest.mark.parametrize(
     "case",
     [
@@ -337,8 +332,7 @@ def test_autocast_computes_in_its_dtype_and_gives_gradients_in_the_inputs(dtype:
     assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out, leaves, dout.to(dtype)))
 
 
-@pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(calls(), st.sampled_from(SWITCHES), st.sampled_from((0.0, 0.3)), st.sampled_from((torch.bfloat16, torch.float16)))
 @example(Case(THREE, group=2), [SDPBackend.MATH], 0.0, torch.bfloat16)
 @example(Case(DilatedPattern.torchscale((5, 13), (2, 5)), batch=2), SWITCHES[0], 0.3, torch.bfloat16)

@@ -25,11 +25,6 @@ GROUPED = DilatedPattern.grouped((5, 11), (1, 2))
 POSITIONS = ("rotary", "xpos")
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(2307)
-
-
 def config(**options: object) -> LongNetConfig:
     sizes = {"vocab_size": VOCAB, "embed_dim": EMBED, "num_layers": 2, "num_heads": HEADS, "ffn_dim": 31, "pattern": NESTED}
     return LongNetConfig(**{**sizes, **options})

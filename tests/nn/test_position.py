@@ -15,11 +15,6 @@ NESTED = DilatedPattern((4, 8, 16), (1, 2, 4))
 RAGGED = DilatedPattern((7, 11), (1, 3))
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(2307)
-
-
 def draw(tokens: int = TOKENS, heads: int = 3) -> Tensor:
     """Rows of norm about 1, so that scores are of order 1."""
     return torch.randn(2, tokens, heads, HEAD_DIM) * HEAD_DIM**-0.5

@@ -19,11 +19,6 @@ BATCH, TOKENS, EMBED, HEADS, FFN = 2, 23, 15, 5, 31
 LENGTHS, RATES = (7, 13), (1, 3)
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(2307)
-
-
 def model(encoder_layers: int = 2, decoder_layers: int = 3, **options: object) -> LongNet:
     """In evaluation mode, with biases and gains that differ from zeros and ones."""
     options = {"segment_lengths": LENGTHS, "dilation_rates": RATES, "dtype": torch.float64, **options}

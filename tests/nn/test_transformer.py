@@ -13,11 +13,6 @@ BATCH, TOKENS, EMBED, FFN = 2, 23, 14, 31
 PATTERN = DilatedPattern((5, 11), (1, 2))
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(2307)
-
-
 def block(dropout_p: float = 0.0, **options: float) -> Block:
     module = Block(MultiheadDilatedAttention(EMBED, 7, PATTERN), FeedForward(EMBED, FFN), dropout_p=dropout_p, **options).double()
     with torch.no_grad():
