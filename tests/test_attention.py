@@ -152,14 +152,6 @@ def test_the_same_branch_twice_changes_lse_by_log_2_alone() -> None:
     torch.testing.assert_close(lse_2, lse + math.log(2), **EXACT)
 
 
-def test_causal_attention_does_not_see_the_future() -> None:
-    q, k, v, _, _ = Case(THREE).tensors()
-    out = dilated_attention(q, k, v, THREE, is_causal=True)
-    for x in (q, k, v):
-        x[:, 29:] = 5.0
-    torch.testing.assert_close(dilated_attention(q, k, v, THREE, is_causal=True)[:, :29], out[:, :29], **EXACT)
-
-
 @pytest.mark.parametrize("zero_padding", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_documents_equal_each_document_alone(is_causal: bool, zero_padding: bool) -> None:
@@ -177,16 +169,6 @@ def test_packed_documents_equal_each_document_alone(is_causal: bool, zero_paddin
             for i, (packed, expected) in enumerate(zip(whole, alone)):
                 part = packed[:, :, a:b] if i == 1 else packed[:, a:b]
                 torch.testing.assert_close(part, expected, **EXACT)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_documents_take_a_padding_mask_too(dtype: torch.dtype) -> None:
-    case = Case(THREE, num_tokens=53, borders=(0, 17, 53), ignored=0.4)
-    q, k, v, _, _ = case.tensors()
-    options = case.options()
-    options["cu_seqlens"] = options["cu_seqlens"].to(dtype)
-    expected = reference.dilated_attention(q, k, v, THREE, **options)
-    torch.testing.assert_close(dilated_attention(q, k, v, THREE, return_lse=True, **options), expected, **EXACT)
 
 
 # -- empty rows ---------------------------------------------------------------------------------------------------------------
@@ -224,16 +206,6 @@ def test_a_nan_gradient_of_an_empty_rows_lse_goes_nowhere(backend: str, detach_w
     run = lambda q, k, v: dilated_attention(q, k, v, pattern, backend=backend, **options)  # noqa: E731
     for a, e in zip(differentiate(run, q, k, v, dout, nan), differentiate(run, q, k, v, dout, clean)):
         assert torch.equal(a, e)
-
-
-def test_positions_that_no_branch_keeps_are_zero() -> None:
-    pattern = DilatedPattern((13,), (3,))
-    q, k, v, _, _ = Case(pattern, kv_heads=3).tensors()
-    out, lse = dilated_attention(q, k, v, pattern, return_lse=True)
-    p = torch.arange(43) % 13 % 3
-    kept = torch.stack([p == h for h in range(3)])  # blocked, 3 heads at rate 3: head h keeps residue h
-    assert torch.equal(lse[0] > -math.inf, kept)
-    assert torch.equal((out[0] != 0).all(-1), kept.T)
 
 
 # -- what must not leak -------------------------------------------------------------------------------------------------------

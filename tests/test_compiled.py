@@ -13,14 +13,7 @@ from hypothesis import example, given, settings
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flexdilated import (
-    DilatedPattern,
-    LongNet,
-    LongNetConfig,
-    LongNetLM,
-    MultiheadDilatedAttention,
-    dilated_attention,
-)
+from flexdilated import DilatedPattern, LongNet, LongNetConfig, LongNetLM, MultiheadDilatedAttention, dilated_attention
 from flexdilated.backends import crossovers
 from tests.cases import Case, calls, differentiate
 from tests.tolerances import EXACT, SINGLE
@@ -94,12 +87,7 @@ def outputs_and_gradients(function: Callable[..., Any], x: tuple[Tensor, ...], o
 
 
 # Every call in training, and every mode with some call: each graph takes the tracer a second.
-GRID = [
-    *((call, "train") for call in CALLS if call != "causal"),
-    ("causal", "half_train"),
-    ("mask", "half"),
-    ("lse", "inference"),
-]
+GRID = [*((call, "train") for call in CALLS if call != "causal"), ("causal", "half_train"), ("mask", "half"), ("lse", "inference")]
 
 
 @pytest.mark.parametrize(("call", "mode"), GRID, ids=lambda name: name)

@@ -227,14 +227,7 @@ def test_copied_python_gives_the_pattern(answers: list[State]) -> None:
 
 
 def published(**changes: Any) -> State:
-    numbers = {
-        "is_causal": False,
-        "head_dim": 64,
-        "block_size": 128,
-        "layers": 2,
-        "head": 0,
-        "query": 5003,
-    }
+    numbers = {"is_causal": False, "head_dim": 64, "block_size": 128, "layers": 2, "head": 0, "query": 5003}
     return {"heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False, **numbers, **changes}
 
 
@@ -423,23 +416,6 @@ def test_an_address_without_a_legal_pattern_says_why_and_stays(page: Any) -> Non
         assert again == asked(page, "() => explorer.app.state"), address
 
 
-def test_what_is_too_long_to_draw_says_what_is_drawn_instead(page: Any) -> None:
-    for view, place, words in (
-        (
-            "pairs",
-            ".about",
-            "1,073,741,824 tokens are too many to draw one by one: each cell is a square of 2,097,152 x 2,097,152 pairs",
-        ),
-        ("query", ".about", "1,073,741,824 tokens are too many to draw one by one: each of 720 columns is coloured by"),
-        ("tiles", ".conclusion", "Tiles are counted up to 8,192 per side; here there are 8,388,608."),
-        ("layers", ".conclusion", "Too many tokens to follow even one query."),
-    ):
-        opened(page, f"#w=16,1048576&r=1,16&N=1073741824&view={view}&query=4000000000")
-        assert words in " ".join(page.locator(f"#view {place}").inner_text().split())
-    opened(page, "#w=16,1048576&r=1,16&N=8192&view=layers")
-    assert "All pairs are followed up to 4,096 tokens; here only the query's own row." in page.locator("#view .about").inner_text()
-
-
 def test_keys_and_pointer_name_the_pair(page: Any) -> None:
     canvas = page.locator("#view canvas").first
     canvas.focus()
@@ -454,25 +430,6 @@ def test_keys_and_pointer_name_the_pair(page: Any) -> None:
     page.locator("h2", has_text="One query").wait_for()
     assert page.get_by_label("Query", exact=True).input_value() == "63"
     assert page.evaluate("document.activeElement.id") == "tab-query"
-
-
-def test_the_slider_of_a_rate_ends_at_its_segment(page: Any) -> None:
-    slider = page.get_by_label("Dilation rate of branch 1, slider")
-    for length, last in (("12", "12"), ("64", "64"), ("4096", "64")):
-        page.get_by_label("Segment length of branch 1", exact=True).fill(length)
-        page.wait_for_function(f"document.querySelector('#branches [type=range][aria-label^=Dilation]').max === '{last}'")
-        slider.press("End")
-        page.wait_for_function(f"document.querySelector('#r0').value === '{last}'")
-        assert page.locator("#message").is_hidden()
-
-
-def test_tabs_are_reached_by_arrows(page: Any) -> None:
-    page.locator("#tab-pairs").focus()
-    page.keyboard.press("ArrowRight")
-    page.locator("h2", has_text="One query").wait_for()
-    assert page.evaluate("document.activeElement.id") == "tab-query"
-    page.keyboard.press("End")
-    page.locator("h2", has_text="Reach over layers").wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexdilated import (
-    DilatedAttention,
-    DilatedKVCache,
-    DilatedPattern,
-    attention_map,
-    dilated_attention,
-)
+from flexdilated import DilatedAttention, DilatedKVCache, DilatedPattern, attention_map, dilated_attention
 from flexdilated.attention import _warn_of_layout
 from flexdilated.core.checks import LAYOUT
 

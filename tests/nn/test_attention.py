@@ -203,14 +203,6 @@ def test_multihead_applies_rotation_to_projected_queries_and_keys() -> None:
 # -- parameters -------------------------------------------------------------------------------------------------------------------
 
 
-def test_multihead_parameter_names_are_those_of_published_checkpoints() -> None:
-    modules = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
-    assert list(multihead().state_dict()) == [f"{name}.{part}" for name in modules for part in ("weight", "bias")]
-    plain = [f"{name}.weight" for name in modules[:4]]
-    assert list(multihead(bias=False, layer_norm=False).state_dict()) == plain
-    assert list(multihead(bias=False).state_dict()) == [*plain, "inner_attn_ln.weight", "inner_attn_ln.bias"]
-
-
 @pytest.mark.parametrize("kv_heads", [2, 10])
 def test_multihead_initial_gains_are_gamma_for_value_and_output_only(kv_heads: int) -> None:
     gamma, width = 1.7, 10 * 23
@@ -222,18 +214,6 @@ def test_multihead_initial_gains_are_gamma_for_value_and_output_only(kv_heads: i
         assert projection.weight.std().item() == pytest.approx(expected, rel=0.04), name
         assert not projection.bias.any()
     assert module.inner_attn_ln.weight.eq(1).all()
-
-
-def test_multihead_init_weights_draws_again() -> None:
-    module = multihead()
-    torch.manual_seed(3)
-    module.init_weights()
-    first = copy.deepcopy(module.state_dict())
-    randomize(module)
-    torch.manual_seed(3)
-    module.init_weights()
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, first[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -336,19 +316,17 @@ def test_from_torch_keeps_mode_dropout_dtype_and_copies_weights() -> None:
     assert MultiheadDilatedAttention.from_torch(on_meta, DENSE).out_proj.weight.device.type == "meta"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_first": False}, r"^module must have batch_first=True, got batch_first=False$"),
-        ({"kdim": 3}, r"^module must project from one width=10, got kdim=3, vdim=10$"),
-        ({"vdim": 7}, r"^module must project from one width=10, got kdim=10, vdim=7$"),
-        ({"add_bias_kv": True}, r"^module must not add keys of its own, got add_bias_kv or add_zero_attn$"),
-        ({"add_zero_attn": True}, r"^module must not add keys of its own, got add_bias_kv or add_zero_attn$"),
-    ],
-    ids=str,
-)
+REFUSED = [
+    ({"batch_first": False}, "batch_first=True, got batch_first=False"),
+    ({"kdim": 3}, "project from one width=10, got kdim=3, vdim=10"),
+    ({"vdim": 7}, "project from one width=10, got kdim=10, vdim=7"),
+    *(({name: True}, "not add keys of its own, got add_bias_kv or add_zero_attn") for name in ("add_bias_kv", "add_zero_attn")),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
 def test_from_torch_rejects_what_it_cannot_reproduce(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^module must (have )?{message}$"):
         MultiheadDilatedAttention.from_torch(nn.MultiheadAttention(EMBED, HEADS, **{"batch_first": True, **options}), DENSE)
 
 

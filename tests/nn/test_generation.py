@@ -127,11 +127,7 @@ def test_model_rejects_what_does_not_go_with_caches() -> None:
         (lambda: lm(tokens, caches=5), TypeError, "caches must be a sequence of DilatedKVCache, got 5; use make_caches"),
         (lambda: lm(tokens, caches=[5, 6]), TypeError, "caches must be a sequence of DilatedKVCache, got [5, 6]; use make"),
         (lambda: lm(tokens, caches=caches[:1]), ValueError, "caches must be one per layer=2, got 1"),
-        (
-            lambda: lm(tokens, caches=caches[:1] * 2),
-            ValueError,
-            "caches must be different objects, got one for two",
-        ),
+        (lambda: lm(tokens, caches=caches[:1] * 2), ValueError, "caches must be different objects, got one for two"),
         (lambda: lm(tokens[:2], caches=caches), ValueError, "tokens must have the batch size of caches=3, got 2"),
         (
             lambda: lm(tokens, caches=caches, key_padding_mask=padding),

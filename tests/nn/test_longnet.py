@@ -317,14 +317,6 @@ def test_from_pretrained_keeps_the_saved_dtype_unless_another_is_given(tmp_path:
     assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
 
 
-def test_save_pretrained_replaces_what_was_there(tmp_path: Path) -> None:
-    model(num_layers=1).save_pretrained(tmp_path)
-    lm = model(num_layers=2)
-    lm.save_pretrained(tmp_path)
-    tokens = draw_tokens()
-    assert torch.equal(LongNetLM.from_pretrained(tmp_path)(tokens), lm(tokens))
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

@@ -147,17 +147,7 @@ def tensor_subclass(owner: nn.Module, name: str) -> None:
 
 CHANGES: dict[str, Callable[[nn.Module, str], None]] = {
     change.__name__: change
-    for change in (
-        hook,
-        pre_hook,
-        weight_norm,
-        uneven_weight,
-        spectral_norm,
-        pruned,
-        subclass,
-        adapter,
-        tensor_subclass,
-    )
+    for change in (hook, pre_hook, weight_norm, uneven_weight, spectral_norm, pruned, subclass, adapter, tensor_subclass)
 }
 
 

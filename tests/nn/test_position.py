@@ -108,8 +108,7 @@ def test_positions_follow_the_default_dtype(position: nn.Module) -> None:
 def test_rotation_in_float32_is_refused_for_float64_and_wider_ones_are_taken(position: nn.Module) -> None:
     positions, q = torch.arange(TOKENS), draw()
     with pytest.raises(
-        ValueError,
-        match=r"^rotation must be in float64 for q.dtype=float64, got float32; give dtype=torch.float64 to the position",
+        ValueError, match=r"^rotation must be in float64 for q.dtype=float64, got float32; give dtype=torch.float64 to the position"
     ):
         position(positions).apply(q.double(), q.double())
     wide, _ = position(positions, dtype=torch.float64).apply(q, q)

@@ -224,17 +224,6 @@ def test_longnet_is_exported_copied_and_pickled() -> None:
         assert torch.equal(twin(src, tgt), expected)
 
 
-def test_longnet_passes_its_backend_on() -> None:
-    src, tgt = draw(), draw()
-    module = model()
-    expected = module(src, tgt)
-    twin = model(backend="reference")
-    twin.load_state_dict(module.state_dict())
-    torch.testing.assert_close(twin(src, tgt), expected, **EXACT)
-    with pytest.raises(ValueError, match=r"backend must be one of .*, got 'abacus'"):
-        model(backend="abacus")(src, tgt)
-
-
 def test_longnet_rejects_different_lengths_with_the_reason_and_accepts_padding() -> None:
     module, src, tgt = model(), draw(), draw(BATCH, 17, EMBED)
     reason = (
