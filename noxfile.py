@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nox
 
-nox.needs_version = ">=2024.4.15"
+nox.needs_version = ">=2025.5.1"  # requires=
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.reuse_venv = "yes"
 nox.options.default_venv_backend = "virtualenv"
@@ -24,6 +24,8 @@ CHECKS = ("lint", "types", "types_pythons", "hooks", "hosting", "api", "build")
 RELEASE = (*CHECKS, "tests", "tests_sweep", "tests_python", "tests_torch", "minimums", "docs")
 WORKERS = ("-n", str(min(8, (os.cpu_count() or 1) + 1)))  # some tests wait for a timeout
 SITE = os.path.join("docs", "_build", "html")
+BASE = ["environment"]  # the session that those with `requires=BASE` add to
+QUICK = "not slow and not ranks and not gpu and not sweep and not lab"
 CAPABILITIES = ("cpu", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100")
 
 
@@ -33,11 +35,35 @@ def _install(session: nox.Session, torch: str = TORCH) -> None:
     session.install("-e", ".[test]", f"torch=={torch}")
 
 
+def _site(environment: Path) -> Path:
+    """The folder of an environment's packages."""
+    return next(environment.glob("lib/python*/site-packages"))
+
+
+def _extend(session: nox.Session, *packages: str) -> None:
+    """Let a session import what `environment` installed, and install more packages for this session alone."""
+    own = Path(session.virtualenv.location).resolve()
+    base = _site(own.with_name(BASE[0]))
+    (_site(own) / "environment.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
+    if packages:
+        session.install(*packages, f"torch=={TORCH}")
+
+
+@nox.session
+def environment(session: nox.Session) -> None:
+    """torch, the package and what its tests import, installed once for all sessions of one version of torch."""
+    wanted = TORCH + Path("pyproject.toml").read_text()
+    installed = Path(session.virtualenv.location, "installed.txt")
+    if not installed.exists() or installed.read_text() != wanted:
+        _install(session)
+        installed.write_text(wanted)
+
+
 def _pytest(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
     """pytest on every core and one more, a thread for each worker; `-- -n 0` is one process, as a debugger needs it."""
     threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     given = (argument for argument in session.posargs if argument != "--keep")
-    session.run("pytest", *WORKERS, *arguments, *given, env={**threads, **(env or {})})
+    session.run("python", "-m", "pytest", *WORKERS, *arguments, *given, env={**threads, **(env or {})})
 
 
 @nox.session
@@ -48,30 +74,37 @@ def demo(session: nox.Session) -> None:
     session.run("flexdilated", "train", "--output", "runs/demo", "--overwrite", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def tests(session: nox.Session) -> None:
     """The proof: everything against the float64 oracle, the golden files and itself; `-- --keep` keeps the counts for the site."""
-    _install(session)
+    _extend(session)
     if "--keep" not in session.posargs:
-        _pytest(session, "-m", "not sweep")
+        _pytest(session, "-m", "not sweep and not lab")
         return
     report = os.path.join(session.create_tmp(), "tests.xml")
-    _pytest(session, "-m", "not sweep", f"--junitxml={report}")
+    _pytest(session, "-m", "not sweep and not lab", f"--junitxml={report}")
     session.run("python", "-m", "docs.count_tests", report)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def tests_sweep(session: nox.Session) -> None:
     """What `nox -s tests` leaves out: wide sweeps of what its smaller tests cover; weekly, and before a release."""
-    _install(session)
+    _extend(session)
     _pytest(session, "-m", "sweep")
 
 
-@nox.session
+@nox.session(requires=BASE)
+def tests_lab(session: nox.Session) -> None:
+    """The benchmark programs, and what reads machine code: weekly, and after a change of `benchmarks/` or of the kernels' tiles."""
+    _extend(session)
+    _pytest(session, "-m", "lab")
+
+
+@nox.session(requires=BASE)
 def quick(session: nox.Session) -> None:
     """The tests that take about a second at most and start no processes, for trying a change."""
-    _install(session)
-    _pytest(session, "-m", "not slow and not ranks and not gpu")
+    _extend(session)
+    _pytest(session, "-m", QUICK)
 
 
 @nox.session
@@ -82,28 +115,25 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
 
 
-@nox.session
+@nox.session(requires=BASE)
 def types(session: nox.Session) -> None:
     """Types: of the package strictly, of the benchmarks so that a name that is gone is found."""
-    session.install(f"torch=={TORCH}")
-    session.install("-e", ".[test]", f"torch=={TORCH}", "mypy==2.4.1")
+    _extend(session, "mypy==2.4.1")
     session.run("mypy")
 
 
-@nox.session
+@nox.session(requires=BASE)
 def types_pythons(session: nox.Session) -> None:
     """Types as every supported version of Python has them, without having it."""
-    session.install(f"torch=={TORCH}")
-    session.install("-e", ".[cli,plot]", f"torch=={TORCH}", "mypy==2.4.1")
+    _extend(session, "mypy==2.4.1")
     for version in PYTHONS:
         session.run("mypy", "--python-version", version, "flexdilated")
 
 
-@nox.session
+@nox.session(requires=BASE)
 def hooks(session: nox.Session) -> None:
     """The hooks of git over all files: style, format, spelling, types."""
-    session.install(f"torch=={TORCH}")
-    session.install("-e", ".[test]", f"torch=={TORCH}", "mypy==2.4.1", "prek==0.5.11")
+    _extend(session, "mypy==2.4.1", "prek==0.5.11")
     session.run("prek", "run", "--all-files", *session.posargs)
 
 
@@ -180,7 +210,7 @@ def build(session: nox.Session) -> None:
 def tests_python(session: nox.Session) -> None:
     """The tests of `quick` under one version of Python, with the newest numpy that it has."""
     _install(session)
-    _pytest(session, "-m", "not slow and not ranks and not gpu")
+    _pytest(session, "-m", QUICK)
 
 
 @nox.session
@@ -196,88 +226,83 @@ def tests_torch(session: nox.Session, torch: str) -> None:
     _pytest(session)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def tests_ranks(session: nox.Session) -> None:
     """Attention over 8 processes; `nox -s tests` runs 1 to 4."""
-    _install(session)
+    _extend(session)
     _pytest(session, "tests/distributed", "-m", "ranks", env={"FLEXDILATED_WORLD_SIZES": "8"})
 
 
-@nox.session
+@nox.session(requires=BASE)
 @nox.parametrize("transformers", TRANSFORMERS_VERSIONS)
 def tests_transformers(session: nox.Session, transformers: str) -> None:
     """The models of the transformers library under dilated attention, and adapters of peft on this library's models."""
-    _install(session)
-    session.install("-e", ".[test,transformers]", f"transformers=={transformers}", "accelerate", "peft", f"torch=={TORCH}")
-    session.run("pytest", "tests/hub/transformers", "tests/nn/test_peft.py", *session.posargs)
+    _extend(session, f"transformers=={transformers}", "accelerate", "peft")
+    session.run("python", "-m", "pytest", "tests/hub/transformers", "tests/nn/test_peft.py", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def tests_port(session: nox.Session) -> None:
     """The names of `flexdilated.compat` beside the popular port itself, without the old torch and xformers that it asks for."""
-    _install(session)
+    _extend(session)
     session.install("--no-deps", "dilated-attention-pytorch==0.2.0")
-    session.run("pytest", "tests/compat/test_port.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/compat/test_port.py", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def tests_export(session: nox.Session) -> None:
     """Models exported: programs, packages, and ONNX beside onnxruntime."""
-    _install(session)
-    session.install("onnx", "onnxscript", "onnxruntime", f"torch=={TORCH}")
-    session.run("pytest", "tests/backends/test_portable.py", "tests/test_export.py", "tests/test_onnx.py", *session.posargs)
+    _extend(session, "onnx", "onnxscript", "onnxruntime")
+    tests = ("tests/backends/test_portable.py", "tests/test_export.py", "tests/test_onnx.py")
+    session.run("python", "-m", "pytest", *tests, *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def tests_timm(session: nox.Session) -> None:
     """Vision transformers of timm and torchvision; apart, since a torchvision for another torch breaks other libraries' imports."""
-    _install(session)
+    _extend(session, "pyyaml", "huggingface_hub", "pillow")
     session.install("timm==1.0.31", "torchvision", "--no-deps")
-    session.install("pyyaml", "huggingface_hub", "pillow", f"torch=={TORCH}")
-    session.run("pytest", "tests/hub/test_timm.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/hub/test_timm.py", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def tests_recipes(session: nox.Session) -> None:
     """The programs of docs/recipes.md under Lightning and Accelerate."""
-    _install(session)
-    session.install("lightning==2.6.6", "accelerate==1.15.0", f"torch=={TORCH}")
-    session.run("pytest", "tests/test_recipes.py", *session.posargs)
+    _extend(session, "lightning==2.6.6", "accelerate==1.15.0")
+    session.run("python", "-m", "pytest", "tests/test_recipes.py", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def tests_torchtitan(session: nox.Session) -> None:
     """torchtitan's debug model under dilated attention, on one and two processes: the pair of versions that is supported."""
-    _install(session)
-    session.install("torchtitan==0.3.0", f"torch=={TORCH}")
-    session.run("pytest", "tests/hub/test_torchtitan.py", *session.posargs)
+    _extend(session, "torchtitan==0.3.0")
+    session.run("python", "-m", "pytest", "tests/hub/test_torchtitan.py", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def tests_slides(session: nox.Session) -> None:
     """Slides in every format, stores that LazySlide's own library wrote too, and adapters of peft on the slide encoder."""
-    _install(session)
-    session.install("-e", ".[test,slides]", "peft", "wsidata==0.12.0", f"torch=={TORCH}")
-    session.run("pytest", "tests/hub/slides", "tests/cli/test_encode_slides.py", *session.posargs)
+    _extend(session, "-e", ".[test,slides]", "peft", "wsidata==0.12.0")
+    session.run("python", "-m", "pytest", "tests/hub/slides", "tests/cli/test_encode_slides.py", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def explorer(session: nox.Session) -> None:
     """The page of docs/explorer in Chromium: its numbers beside the library's, its controls, its accessibility.
 
     The browser is the system's: on Debian `apt-get install chromium`.
     """
-    _install(session)
-    session.install("playwright==1.65.2", "axe-playwright-python==0.1.8")
-    session.run("pytest", "tests/test_explorer.py", *session.posargs)
+    _extend(session, "playwright==1.65.2", "axe-playwright-python==0.1.8")
+    session.run("python", "-m", "pytest", "tests/test_explorer.py", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 @nox.parametrize("capability", CAPABILITIES)
 def tests_capability(session: nox.Session, capability: str) -> None:
     """Which kernel and dtype a GPU level gets, and that kernel's numerics where this machine can run it."""
-    _install(session)
-    session.run("pytest", "tests/backends/test_hardware.py", *session.posargs, env={"FLEXDILATED_CAPABILITY": capability})
+    _extend(session)
+    level = {"FLEXDILATED_CAPABILITY": capability}
+    session.run("python", "-m", "pytest", "tests/backends/test_hardware.py", *session.posargs, env=level)
 
 
 @nox.session
@@ -314,29 +339,28 @@ def emulated(session: nox.Session) -> None:
     _pytest(session, "tests/backends/test_emulated.py", env={"FLEXDILATED_EMULATED": "1", "TRITON_INTERPRET": "1"})
 
 
-@nox.session
+@nox.session(requires=BASE)
 def cubins(session: nox.Session) -> None:
     """Compile the Triton kernels for GPUs that are not here; compare with what is kept (many minutes; `-- --levels 90`: fewer)."""
-    _install(session)
+    _extend(session)
     session.run("python", "-m", "benchmarks.cubins", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def cutedsl(session: nox.Session) -> None:
     """Compile the kernels of flash-attn-4 that the engine takes, for GPUs that are not here (minutes; `-- --levels 90`: fewer)."""
-    _install(session)
-    session.install("-e", ".[test,flash]", f"torch=={TORCH}")
+    _extend(session, "-e", ".[test,flash]")
     session.run("python", "-m", "benchmarks.cutedsl", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=BASE)
 def bench(session: nox.Session) -> None:
     """Measure ratios side by side and compare them with the kept ones; `-- --keep` accepts the new, `-- --quick` is a trial.
 
     `-- --crossover` measures instead where one engine overtakes another, and keeps it for `backend="auto"`. `-- --context-length`
     trains small models on texts cut in shorter and longer sequences: two hours, resumable.
     """
-    _install(session)
+    _extend(session)
     for other in ("crossover", "context_length"):
         option = f"--{other.replace('_', '-')}"
         if option in session.posargs:
@@ -344,7 +368,7 @@ def bench(session: nox.Session) -> None:
             return
     run = os.path.join(session.create_tmp(), "benchmarks.json")
     options = [argument for argument in session.posargs if argument != "--keep"]
-    session.run("pytest", "benchmarks", f"--benchmark-json={run}", *options)
+    session.run("python", "-m", "pytest", "benchmarks", f"--benchmark-json={run}", *options)
     session.run("python", "benchmarks/compare.py", run, *(["--keep"] if "--keep" in session.posargs else []))
 
 

@@ -22,11 +22,7 @@ def invoke(*arguments: object) -> tuple[int, str, str]:
 
 
 def invoke_ranks(
-    num_ranks: int,
-    folder: Path,
-    *arguments: object,
-    prepare: Callable[[int], None] | None = None,
-    ending: Collection[int] = (),
+    num_ranks: int, folder: Path, *arguments: object, prepare: Callable[[int], None] | None = None, ending: Collection[int] = ()
 ) -> list[tuple[int, str, str]]:
     """What `invoke` gives on each rank of one start.
 

@@ -27,8 +27,7 @@ SWITCHES = ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.FLASH_ATT
 # -- the oracle ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(calls(), st.sampled_from(SWITCHES))
 @example(Case(THREE, num_tokens=1, kv_heads=1, head_dim=1), SWITCHES[0])
 @example(Case(DilatedPattern.torchscale((5, 13), (2, 5)), num_tokens=29, kv_heads=3, ignored=1.0), SWITCHES[0])
@@ -60,11 +59,10 @@ def test_attention_in_float32_equals_the_reference_across_kernel_blocks(case: Ca
         torch.testing.assert_close(a.double(), e, **SINGLE)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [-0.7, 0, 0.0, -0.0, 1.3, 1e-42, -1e-42])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_scale_multiplies_the_scores(scale: float, is_causal: bool, dtype: torch.dtype) -> None:
-    case = Case(THREE, batch=2, group=2, is_causal=is_causal, scale=scale, ignored=0.3)
+def test_scale_multiplies_the_scores(scale: float, dtype: torch.dtype) -> None:
+    case = Case(THREE, batch=2, group=2, is_causal=scale in (-0.7, 0, 1e-42), scale=scale, ignored=0.3)
     for a, e in zip(run_engine(case, "sdpa", dtype), run_reference(case)):
         torch.testing.assert_close(a.double(), e, **(EXACT if dtype == torch.float64 else SINGLE))
 
@@ -72,10 +70,9 @@ def test_scale_multiplies_the_scores(scale: float, is_causal: bool, dtype: torch
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"score_mod": lambda s, b, h, i, j: s}], ids=["plain", "causal", "function"]
 )
-@pytest.mark.parametrize("scale", [1e6, -1e12, 1e20, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("scale", "dtype"), [(1e6, torch.float64), (-1e12, torch.float32), (1e30, torch.float32)])
 def test_large_scale_leaves_each_query_its_largest_score(dtype: torch.dtype, scale: float, options: dict[str, Any]) -> None:
-    q, k, v, _, _ = Case(THREE, batch=2, group=2).tensors(dtype)
+    q, k, v, _, _ = Case(THREE, num_tokens=29, kv_heads=3, group=2).tensors(dtype)
     expected, _ = reference.dilated_attention(q, k, v, THREE, scale=scale, **options)
     for kernels in ([], [SDPBackend.MATH]):
         with sdpa_kernel(kernels) if kernels else nullcontext():
@@ -156,14 +153,6 @@ def test_the_same_branch_twice_changes_lse_by_log_2_alone() -> None:
     torch.testing.assert_close(lse_2, lse + math.log(2), **EXACT)
 
 
-def test_causal_attention_does_not_see_the_future() -> None:
-    q, k, v, _, _ = Case(THREE).tensors()
-    out = dilated_attention(q, k, v, THREE, is_causal=True)
-    for x in (q, k, v):
-        x[:, 29:] = 5.0
-    torch.testing.assert_close(dilated_attention(q, k, v, THREE, is_causal=True)[:, :29], out[:, :29], **EXACT)
-
-
 @pytest.mark.parametrize("zero_padding", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_documents_equal_each_document_alone(is_causal: bool, zero_padding: bool) -> None:
@@ -181,16 +170,6 @@ def test_packed_documents_equal_each_document_alone(is_causal: bool, zero_paddin
             for i, (packed, expected) in enumerate(zip(whole, alone)):
                 part = packed[:, :, a:b] if i == 1 else packed[:, a:b]
                 torch.testing.assert_close(part, expected, **EXACT)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_documents_take_a_padding_mask_too(dtype: torch.dtype) -> None:
-    case = Case(THREE, num_tokens=53, borders=(0, 17, 53), ignored=0.4)
-    q, k, v, _, _ = case.tensors()
-    options = case.options()
-    options["cu_seqlens"] = options["cu_seqlens"].to(dtype)
-    expected = reference.dilated_attention(q, k, v, THREE, **options)
-    torch.testing.assert_close(dilated_attention(q, k, v, THREE, return_lse=True, **options), expected, **EXACT)
 
 
 # -- empty rows ---------------------------------------------------------------------------------------------------------------
@@ -211,40 +190,29 @@ def test_rows_that_no_key_reaches_are_zero_with_zero_gradients(is_causal: bool) 
     assert all(x[1].isfinite().all() for x in (out, lse, dq, dk, dv))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("detach_weights", [False, True])
-@pytest.mark.parametrize("backend", ["sdpa", "triton", "reference"])
+@pytest.mark.parametrize(
+    ("backend", "detach_weights"),
+    [("sdpa", True), ("sdpa", False), ("reference", True), pytest.param("triton", True, marks=pytest.mark.slow)],
+)
 def test_a_nan_gradient_of_an_empty_rows_lse_goes_nowhere(backend: str, detach_weights: bool) -> None:
     """As `logaddexp` of -inf and -inf has it."""
     pattern = replace(THREE, detach_weights=detach_weights)
-    q, k, v, dout, _ = Case(pattern, num_tokens=23, kv_heads=3, head_dim=16, is_causal=True).tensors(torch.float32)
+    q, k, v, dout, _ = Case(pattern, num_tokens=13, kv_heads=2, head_dim=16, is_causal=True).tensors(torch.float32)
     if backend == "triton":
         pytest.importorskip("triton")
-    ignored = torch.zeros(1, 23, dtype=torch.bool)
-    ignored[:, :7] = True
+    ignored = torch.arange(13)[None] < 7
     options = {"is_causal": True, "key_padding_mask": ignored, "return_lse": True}
-    clean, nan = torch.zeros(1, 3, 23), torch.zeros(1, 3, 23)
+    clean, nan = torch.zeros(1, 2, 13), torch.zeros(1, 2, 13)
     nan[:, :, :7] = math.nan
     run = lambda q, k, v: dilated_attention(q, k, v, pattern, backend=backend, **options)  # noqa: E731
     for a, e in zip(differentiate(run, q, k, v, dout, nan), differentiate(run, q, k, v, dout, clean)):
         assert torch.equal(a, e)
 
 
-def test_positions_that_no_branch_keeps_are_zero() -> None:
-    pattern = DilatedPattern((13,), (3,))
-    q, k, v, _, _ = Case(pattern, kv_heads=3).tensors()
-    out, lse = dilated_attention(q, k, v, pattern, return_lse=True)
-    p = torch.arange(43) % 13 % 3
-    kept = torch.stack([p == h for h in range(3)])  # blocked, 3 heads at rate 3: head h keeps residue h
-    assert torch.equal(lse[0] > -math.inf, kept)
-    assert torch.equal((out[0] != 0).all(-1), kept.T)
-
-
 # -- what must not leak -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("zero_padding", [False, True])
+@pytest.mark.parametrize(("value", "zero_padding"), [(math.nan, False), (math.inf, True), (-math.inf, False)])
 def test_a_broken_batch_row_stays_alone(value: float, zero_padding: bool) -> None:
     case = Case(DilatedPattern((11, 23), (1, 3), zero_padding=zero_padding), batch=3)
     tensors = case.tensors()
@@ -273,10 +241,10 @@ def test_a_broken_document_stays_alone(value: float) -> None:
         )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("detach_weights", [False, True])
-@pytest.mark.parametrize("borders", [None, (0, 17, 43)])
+@pytest.mark.parametrize(
+    ("value", "is_causal", "detach_weights", "borders"),
+    [(math.nan, False, True, None), (math.inf, True, False, None), (-math.inf, True, True, (0, 17, 43))],
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"backend": "reference"}, {"mask_mod": lambda b, h, i, j: i >= 0}, {"dropout_p": 1e-300}],
@@ -303,9 +271,10 @@ def test_what_ignored_keys_hold_has_no_effect(
 # -- low precision ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_causal", "is_slow"),
+    [(torch.bfloat16, False, False), (torch.bfloat16, True, True), (torch.float16, True, False), (torch.float16, False, True)],
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -342,8 +311,7 @@ def test_autocast_computes_in_its_dtype_and_gives_gradients_in_the_inputs(dtype:
     assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out, leaves, dout.to(dtype)))
 
 
-@pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(calls(), st.sampled_from(SWITCHES), st.sampled_from((0.0, 0.3)), st.sampled_from((torch.bfloat16, torch.float16)))
 @example(Case(THREE, group=2), [SDPBackend.MATH], 0.0, torch.bfloat16)
 @example(Case(DilatedPattern.torchscale((5, 13), (2, 5)), batch=2), SWITCHES[0], 0.3, torch.bfloat16)

@@ -15,14 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated import (
-    DilatedPattern,
-    LongNet,
-    LongNetConfig,
-    LongNetLM,
-    MultiheadDilatedAttention,
-    dilated_attention,
-)
+from flexdilated import DilatedPattern, LongNet, LongNetConfig, LongNetLM, MultiheadDilatedAttention, dilated_attention
 from flexdilated.backends import crossovers
 from tests.cases import Case, calls, differentiate
 from tests.tolerances import EXACT, SINGLE
@@ -71,11 +64,6 @@ CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
     "lse": lambda n: {"return_lse": True, "is_causal": True},
     "dropout": lambda n: {"dropout_p": 0.4},
 }
-# Calls whose graph holds for one length.
-FIXED: dict[str, Callable[[int], dict[str, Any]]] = {
-    "mask_mod": lambda n: {"mask_mod": thirds, "key_padding_mask": padding(n)},
-    "both": lambda n: {"score_mod": relative, "mask_mod": thirds, "dropout_p": 0.4},
-}
 MODES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "train": (contextlib.nullcontext, torch.float32),
     "half_train": (contextlib.nullcontext, torch.bfloat16),
@@ -101,12 +89,7 @@ def outputs_and_gradients(function: Callable[..., Any], x: tuple[Tensor, ...], o
 
 
 # Every call in training, and every mode with some call: each graph takes the tracer a second.
-GRID = [
-    *((call, "train") for call in CALLS if call != "causal"),
-    ("causal", "half_train"),
-    ("mask", "half"),
-    ("lse", "inference"),
-]
+GRID = [*((call, "train") for call in CALLS if call != "causal"), ("causal", "half_train"), ("mask", "half"), ("lse", "inference")]
 
 
 @pytest.mark.parametrize(("call", "mode"), GRID, ids=lambda name: name)
@@ -129,35 +112,14 @@ def test_compiled_attention_equals_eager_for_every_length_in_two_graphs(call: st
     assert len(set(counts[1:])) == 1
 
 
-ONE_BRANCH = DilatedPattern((13,), (3,))
-FIXED_GRID = [("both", "train"), ("mask_mod", "inference")]
-
-
-@pytest.mark.parametrize(("call", "mode"), FIXED_GRID, ids=lambda name: name)
-def test_compiled_attention_under_functions_equals_eager(call: str, mode: str) -> None:
-    context, dtype = MODES[mode]
-
-    def attend(*x: Tensor, **options: Any) -> Any:
-        return dilated_attention(*x, ONE_BRANCH, **options)
-
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)
-    n = 26  # two whole segments: every piece more takes the tracer a second
-    x = (draw(2, n, HEADS, 6, dtype=dtype), draw(2, n, 2, 6, dtype=dtype), draw(2, n, 2, 6, dtype=dtype) + 1)
-    with context():
-        actual, expected = (outputs_and_gradients(f, x, FIXED[call](n)) for f in (compiled, attend))
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, **TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("name", ["scale", "dropout_p"])
-def test_numbers_may_change_from_call_to_call(name: str) -> None:
+def test_numbers_may_change_from_call_to_call() -> None:
     def attend(*x: Tensor, **options: Any) -> Any:
         return dilated_attention(*x, PATTERN, **options)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     x = (draw(2, 29, HEADS, 6), draw(2, 29, 2, 6), draw(2, 29, 2, 6) + 1)
     for number in (0.3, 0.5, 0.7):
-        actual, expected = (outputs_and_gradients(f, x, {name: number}) for f in (compiled, attend))
+        actual, expected = (outputs_and_gradients(f, x, {"scale": number, "dropout_p": 1 - number}) for f in (compiled, attend))
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, e, **SINGLE)
 
@@ -199,16 +161,19 @@ def multihead(**options: Any) -> MultiheadDilatedAttention:
 
 
 def language_model(position: str) -> LongNetLM:
-    sizes = {"vocab_size": VOCAB, "embed_dim": WIDTH, "num_layers": 1, "num_heads": HEADS, "ffn_dim": FFN}
+    sizes = {"vocab_size": VOCAB, "embed_dim": WIDTH, "num_layers": 1, "num_heads": HEADS, "num_kv_heads": 2, "ffn_dim": FFN}
     return LongNetLM(LongNetConfig(**sizes, pattern=PATTERN, position=position))
+
+
+def read(model: Any, x: Tensor) -> Tensor:
+    return model((x[..., 0] * 100).long() % VOCAB, key_padding_mask=padding(x.shape[1]))
 
 
 # Per module: how it is built, and how it is called with embeddings `(2, N, WIDTH)`.
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
-    "multihead": (lambda: multihead(num_kv_heads=2), lambda f, x: f(x, x, x, padding(x.shape[1]))[0]),
     "longnet": (lambda: LongNet(WIDTH, HEADS, 1, 1, FFN, (5, 13), (1, 3)), lambda f, x: f(x, x * 0.5)),
-    "rotary": (lambda: language_model("rotary"), lambda f, x: f((x[..., 0] * 100).long() % VOCAB)),
-    "xpos": (lambda: language_model("xpos"), lambda f, x: f((x[..., 0] * 100).long() % VOCAB)),
+    "rotary": (lambda: language_model("rotary"), read),
+    "xpos": (lambda: language_model("xpos"), read),
 }
 
 
@@ -217,10 +182,7 @@ def seeded(call: Callable[..., Any], *x: Any) -> Any:
     return call(*x)
 
 
-MODULE_GRID = [
-    *((name, "train") for name in MODULES if name != "rotary"),
-    ("rotary", "inference"),
-]
+MODULE_GRID = [("longnet", "train"), ("xpos", "train"), ("rotary", "inference")]
 
 
 @pytest.mark.parametrize(("name", "mode"), MODULE_GRID, ids=lambda name: name)
@@ -244,12 +206,14 @@ def test_compiled_module_equals_eager_for_every_length_in_two_graphs(name: str, 
     assert len(set(counts[1:])) == 1
 
 
-def test_a_compiled_module_under_a_function_equals_eager() -> None:
-    module = MultiheadDilatedAttention(WIDTH, HEADS, ONE_BRANCH, dropout_p=0.4)
+def test_a_compiled_module_under_functions_equals_eager() -> None:
+    """Over two whole segments: every piece more takes the tracer a second."""
+    module = MultiheadDilatedAttention(WIDTH, HEADS, DilatedPattern((13,), (3,)), num_kv_heads=2, dropout_p=0.4)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=False)
+    options: dict[str, Any] = {"is_causal": True, "score_mod": relative, "mask_mod": thirds}
     x, found = draw(2, 26, WIDTH), []
     for call in (compiled, module):
-        out = seeded(lambda x, call=call: call(x, x, x, is_causal=True, score_mod=relative)[0], x)
+        out = seeded(lambda x, call=call: call(x, x, x, padding(26), **options)[0], x)
         found.append([out, *torch.autograd.grad(out.square().mean(), list(module.parameters()))])
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, **SINGLE)
@@ -303,7 +267,18 @@ def test_compiled_backwards_drop_what_the_forward_dropped(mods: str, checkpointe
     assert_backward_drops_what_the_forward_dropped(torch.compile(call, fullgraph=True, backend="aot_eager"))
 
 
-@pytest.mark.sweep  # of inductor, which test_longnet.py shows in training
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
+def test_a_module_compiled_by_inductor_equals_eager() -> None:
+    """Which checks the strides that every operator says it gives."""
+    module, x = multihead(num_kv_heads=2, is_causal=True), draw(2, 29, WIDTH)
+    compiled = torch.compile(module, fullgraph=True)
+    outs = [call(x, x, x, padding(29))[0] for call in (compiled, module)]
+    torch.testing.assert_close(*outs, **SINGLE)
+    actual, expected = (torch.autograd.grad(out.square().mean(), list(module.parameters())) for out in outs)
+    torch.testing.assert_close(actual, expected, **SINGLE)
+
+
+@pytest.mark.sweep  # of inductor, which the test above shows in training
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
 @torch.no_grad()
 def test_a_language_model_is_compiled_for_inference_by_inductor() -> None:
@@ -327,9 +302,9 @@ def test_the_choice_among_measured_engines_is_traced(monkeypatch: pytest.MonkeyP
         chosen.append(sum("mixture" in str(node.target) for node in graph.graph.nodes))
         return graph.forward
 
-    for head_dim in (40, 11, 33, 256):
-        torch.compile(attend, fullgraph=True, backend=note, dynamic=False)(draw(1, 29, 2, head_dim))
-    assert chosen == [0, 1, 0, 1]
+    for head_dim in (40, 11):
+        torch.compile(attend, fullgraph=True, backend=note, dynamic=False)(draw(1, 13, 2, head_dim))
+    assert chosen == [0, 1]
 
 
 @torch.no_grad()
@@ -351,7 +326,7 @@ def test_a_module_is_exported_strictly_and_serves_every_length() -> None:
     shapes = {"query": {1: torch.export.Dim("n", min=2)}}
     model = Self(module)
     exported = torch.export.export(model, (x,), dynamic_shapes=shapes, strict=True)
-    for n in LENGTHS:
+    for n in LENGTHS[:6]:
         torch.testing.assert_close(exported.module()(draw(2, n, WIDTH)), model(draw(2, n, WIDTH)), **SINGLE)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -113,9 +112,7 @@ FIRST = [
 
 @pytest.mark.parametrize(("pattern", "num_tokens", "num_heads", "boundary"), FIRST)
 def test_first_uncrossed_boundary(pattern: DilatedPattern, num_tokens: int, num_heads: int, boundary: int | None) -> None:
-    start = time.perf_counter()
     assert pattern.first_uncrossed_boundary(num_tokens, num_heads) == boundary
-    assert time.perf_counter() - start < 0.1  # a fortieth of a millisecond where nobody else computes
     assert pattern.crosses_boundaries(num_tokens, num_heads) == (boundary is None)
 
 

@@ -227,14 +227,7 @@ def test_copied_python_gives_the_pattern(answers: list[State]) -> None:
 
 
 def published(**changes: Any) -> State:
-    numbers = {
-        "is_causal": False,
-        "head_dim": 64,
-        "block_size": 128,
-        "layers": 2,
-        "head": 0,
-        "query": 5003,
-    }
+    numbers = {"is_causal": False, "head_dim": 64, "block_size": 128, "layers": 2, "head": 0, "query": 5003}
     return {"heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False, **numbers, **changes}
 
 
@@ -306,23 +299,16 @@ def test_presets_are_the_librarys(page: Any) -> None:
     "changes",
     [
         {"segment_lengths": ["abc", 4], "dilation_rates": [1, 1]},
-        {"segment_lengths": ["it's", 4]},
         {"dilation_rates": [1, "1.5"]},
-        {"segment_lengths": [], "dilation_rates": []},
         {"segment_lengths": [4, 8], "dilation_rates": [1]},
-        {"segment_lengths": [4, 8], "dilation_rates": []},
         {"segment_lengths": [4, 0]},
-        {"segment_lengths": [-3, 8]},
         {"dilation_rates": [1, 9]},
-        {"dilation_rates": [0, 1]},
         {"heads": "some"},
         {"offsets": 'it"s'},
         {"zero_padding": "maybe"},
         {"is_causal": "no"},
-        {"num_heads": 0},
         {"num_heads": "x"},
         {"seq_len": 0},
-        {"num_kv_heads": 0},
         {"num_kv_heads": 3},
         {"heads": "grouped", "num_heads": 1, "num_kv_heads": 1},
     ],
@@ -375,20 +361,6 @@ def test_the_address_gives_every_state_back(page: Any) -> None:
         assert again == state | {"view": "layers"}
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_every_view_draws(page: Any, view: str) -> None:
-    for address in (
-        "#w=16,32,64&r=1,2,4",
-        "#w=5,7&r=2,3&N=1&H=2&causal=1",
-        "#w=8192,1048576&r=1,16&N=1048576&H=6&KV=2&causal=1",
-    ):
-        opened(page, f"{address}&view={view}")
-        assert page.locator("[role=tab][aria-selected=true]").get_attribute("data-view") == view
-        assert page.locator("#message").is_hidden()
-        assert page.locator("#view h2").is_visible()
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
 def test_sliders_fields_and_buttons_change_the_pattern(page: Any) -> None:
     page.get_by_role("button", name="Add a branch").click()
     page.get_by_label("Segment length of branch 4", exact=True).fill("96")
@@ -421,33 +393,17 @@ def test_a_wrong_field_shows_the_message_and_keeps_the_picture(page: Any) -> Non
 
 BAD_ADDRESSES = [
     ("w=1.5&r=1", "segment_lengths[0] must be an integer, got '1.5'"),
-    ("w=-4&r=1", "segment_lengths[0] must be at least 1, got -4"),
     ("w=16&r=0", "dilation_rates[0] must be in [1, segment_lengths[0]=16], got 0"),
-    ("w=16&r=17", "dilation_rates[0] must be in [1, segment_lengths[0]=16], got 17"),
     ("w=&r=", "segment_lengths must hold at least one length, got ()"),
-    ("w=,16&r=1,1", "segment_lengths[0] must be an integer, got ''"),
-    ("w=16,&r=1,1", "segment_lengths[1] must be an integer, got ''"),
     ("w=16&r=NaN", "dilation_rates[0] must be an integer, got 'NaN'"),
-    ("w=Infinity&r=1", "segment_lengths[0] must be an integer, got 'Infinity'"),
-    ("w=1e3&r=1", "segment_lengths[0] must be an integer, got '1e3'"),
-    ("w=😀&r=1", "segment_lengths[0] must be an integer, got '😀'"),
-    ("w=%&r=1", "segment_lengths[0] must be an integer, got '%'"),
     ("w=<img src=x onerror=alert(1)>&r=1", "segment_lengths[0] must be an integer, got '<img src=x onerror=alert(1)>'"),
     (f"w={10**23}&r=1", f"segment_lengths[0] must be at most 1099511627776 on this page, got {10**23}"),
     (f"w={','.join(['4'] * 500)}&r={','.join(['1'] * 500)}", "pattern must have at most 12 branches on this page, got 500"),
     ("w=16&r=1&heads=__proto__", "heads must be one of ('all', 'grouped'), got '__proto__'"),
-    ("w=16&r=1&offsets=toString", "offsets must be one of ('blocked', 'interleaved'), got 'toString'"),
-    ("w=16&r=1&causal=__proto__", "is_causal must be a bool, got '__proto__'"),
     ("w=16&r=1&causal=constructor", "is_causal must be a bool, got 'constructor'"),
-    ("w=16&r=1&zero_padding=true", "zero_padding must be a bool, got 'true'"),
-    ("w=16&r=1&N=1e9", "seq_len must be an integer, got '1e9'"),
-    ("w=16&r=1&N=", "seq_len must be an integer, got ''"),
     (f"w=16&r=1&N={10**14}", f"seq_len must be at most 1073741824 on this page, got {10**14}"),
-    ("w=16&r=1&H=0", "num_heads must be at least 1, got 0"),
     ("w=16&r=1&H=4&KV=3", "num_kv_heads must divide num_heads=4, got 3"),
     ("w=16&r=1&head=-5", "head must be an integer of at least 0, got -5"),
-    ("w=16&r=1&query=xyz&view=query", "query must be an integer of at least 0, got 'xyz'"),
-    ("w=16&r=1&tile=3.5&view=tiles", "block_size must be an integer of at least 1, got '3.5'"),
     ("w=16&r=1&layers=65&view=layers", "layers must be at most 64 on this page, got 65"),
 ]
 
@@ -458,30 +414,6 @@ def test_an_address_without_a_legal_pattern_says_why_and_stays(page: Any) -> Non
         assert page.get_by_role("alert").inner_text() == message
         again = asked(page, "() => explorer.fromAddress(explorer.toAddress(explorer.app.state))")
         assert again == asked(page, "() => explorer.app.state"), address
-
-
-@pytest.mark.parametrize("address", ["constructor=5", "w=16&w=32&r=1&r=2", "w=016&r=01", "w=16&r=1&view=__proto__"])
-def test_odd_addresses_that_are_legal_are_drawn(page: Any, address: str) -> None:
-    opened(page, f"#{address}")
-    assert page.get_by_role("alert").is_hidden()
-    assert page.locator("#view h2").inner_text() == "Who attends to whom"
-
-
-def test_what_is_too_long_to_draw_says_what_is_drawn_instead(page: Any) -> None:
-    for view, place, words in (
-        (
-            "pairs",
-            ".about",
-            "1,073,741,824 tokens are too many to draw one by one: each cell is a square of 2,097,152 x 2,097,152 pairs",
-        ),
-        ("query", ".about", "1,073,741,824 tokens are too many to draw one by one: each of 720 columns is coloured by"),
-        ("tiles", ".conclusion", "Tiles are counted up to 8,192 per side; here there are 8,388,608."),
-        ("layers", ".conclusion", "Too many tokens to follow even one query."),
-    ):
-        opened(page, f"#w=16,1048576&r=1,16&N=1073741824&view={view}&query=4000000000")
-        assert words in " ".join(page.locator(f"#view {place}").inner_text().split())
-    opened(page, "#w=16,1048576&r=1,16&N=8192&view=layers")
-    assert "All pairs are followed up to 4,096 tokens; here only the query's own row." in page.locator("#view .about").inner_text()
 
 
 def test_keys_and_pointer_name_the_pair(page: Any) -> None:
@@ -500,55 +432,8 @@ def test_keys_and_pointer_name_the_pair(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "tab-query"
 
 
-def test_a_click_changes_the_view_as_the_page_announces(page: Any) -> None:
-    assert "A click, or Enter, opens the query in the view One query." in page.locator("#view .about").inner_text()
-    page.locator("#view canvas").first.click(position={"x": 200, "y": 200})
-    page.locator("h2", has_text="One query").wait_for()
-
-
-def test_the_slider_of_a_rate_ends_at_its_segment(page: Any) -> None:
-    slider = page.get_by_label("Dilation rate of branch 1, slider")
-    for length, last in (("12", "12"), ("64", "64"), ("4096", "64")):
-        page.get_by_label("Segment length of branch 1", exact=True).fill(length)
-        page.wait_for_function(f"document.querySelector('#branches [type=range][aria-label^=Dilation]').max === '{last}'")
-        slider.press("End")
-        page.wait_for_function(f"document.querySelector('#r0').value === '{last}'")
-        assert page.locator("#message").is_hidden()
-
-
-def test_the_view_of_layers_has_no_gap_in_place_of_its_picture(page: Any) -> None:
-    tops = []
-    for tokens in (4096, 4097):
-        opened(page, f"#w=16,1048576&r=1,16&N={tokens}&view=layers")
-        above, below = (page.locator(f"#view {part}").bounding_box() for part in (".conclusion", ".strips"))
-        tops.append(below["y"] - above["y"] - above["height"])
-    assert tops[0] > 400 > 40 > tops[1]
-
-
-def test_a_phone_shows_the_picture_before_the_controls(page: Any) -> None:
-    page.set_viewport_size({"width": 390, "height": 844})
-    assert page.locator("#view canvas").first.bounding_box()["y"] < page.locator("#controls").bounding_box()["y"]
-
-
-def test_tabs_are_reached_by_arrows(page: Any) -> None:
-    page.locator("#tab-pairs").focus()
-    page.keyboard.press("ArrowRight")
-    page.locator("h2", has_text="One query").wait_for()
-    assert page.evaluate("document.activeElement.id") == "tab-query"
-    page.keyboard.press("End")
-    page.locator("h2", has_text="Reach over layers").wait_for()
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_every_view_fits_a_page_8_cm_wide(page: Any, view: str) -> None:
-    page.set_viewport_size({"width": 302, "height": 700})
-    for address in ("#w=16,32,64&r=1,2,4", "#w=2048,1048576&r=1,16&N=1048576&H=6&KV=2"):
-        opened(page, f"{address}&view={view}")
-        assert page.evaluate("document.documentElement.scrollWidth") == 302
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [302, 1280])
 def test_every_view_is_accessible_and_fits(browser: Any, scheme: str, width: int) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)

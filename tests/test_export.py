@@ -77,7 +77,7 @@ class Unprojected(nn.Module):
         return dilated_attention(q, q, q, PATTERN, is_causal=True)
 
 
-@pytest.mark.parametrize(("dtype", "strict"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+@pytest.mark.parametrize(("dtype", "strict"), [(torch.float32, True)], ids=str)
 def test_one_program_holds_where_the_fastest_engine_changes_with_the_length(
     dtype: torch.dtype, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,14 +138,6 @@ def test_a_program_holds_the_operator_and_serves_every_shape(name: str, strict: 
     assert_serves_every_shape(program.module(), name, model)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_program_of_one_shape_runs(strict: bool) -> None:
-    model, x = build("layer"), draw("layer")
-    program = torch.export.export(model, (x,), strict=strict)
-    torch.testing.assert_close(program.module()(x), model(x), **SINGLE)
-
-
-@pytest.mark.slow
 def test_another_process_loads_a_program_after_importing_this_library(tmp_path: Path) -> None:
     model, x = build("model"), draw("model", 3, 29)
     torch.export.save(export("model", model), tmp_path / "model.pt2")
@@ -169,38 +161,30 @@ def test_a_portable_program_holds_no_operator_of_ours_and_serves_every_shape(nam
     assert_serves_every_shape(program.module(), name, model)
 
 
-# A segment longer than `max` is one segment, of as many tokens as there are; also where torchscale's positions would shift later.
-@pytest.mark.parametrize("pattern", [DilatedPattern.torchscale((8, 64), (2, 5))])
-def test_a_segment_longer_than_any_sequence_is_not_padded(pattern: DilatedPattern) -> None:
-    model = Attention(pattern).eval()
-    program = portable(torch.export.export(model, (draw("layer"),), dynamic_shapes=({1: Dim("length", max=61)},)))
+def test_a_segment_longer_than_any_sequence_is_not_padded_and_a_padding_mask_is_an_input() -> None:
+    """A segment longer than `max` is one segment, of as many tokens as there are; also where torchscale's positions would shift."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, ignored: Tensor) -> Tensor:
+            return dilated_attention(x, x, x, DilatedPattern.torchscale((8, 64), (2, 5)), key_padding_mask=ignored)
+
+    def inputs(num_tokens: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(2, num_tokens, 2, 6, generator=torch.Generator().manual_seed(0))
+        return x, torch.arange(num_tokens) % torch.tensor([[3], [5]]) == 0
+
+    length = Dim("length", max=61)
+    program = portable(torch.export.export(Masked(), inputs(43), dynamic_shapes={"x": {1: length}, "ignored": {1: length}}))
     assert "64" not in re.findall(r"\d+", program.graph_module.code)
     for num_tokens in (1, 2, 8, 29, 61):
-        x = draw("layer", 2, num_tokens)
-        torch.testing.assert_close(program.module()(x), model(x), **SINGLE)
+        torch.testing.assert_close(program.module()(*inputs(num_tokens)), Masked()(*inputs(num_tokens)), **SINGLE)
 
 
-@pytest.mark.parametrize("pattern", [DilatedPattern.torchscale((8, 40), (2, 4))])
-def test_a_sequence_may_end_before_a_segment_or_behind(pattern: DilatedPattern) -> None:
-    model = Attention(pattern).eval()
+def test_a_sequence_may_end_before_a_segment_or_behind() -> None:
+    model = Attention(DilatedPattern.torchscale((8, 40), (2, 4))).eval()
     program = portable(torch.export.export(model, (draw("layer"),), dynamic_shapes=({1: Dim("length")},)))
     for num_tokens in (1, 2, 8, 29, 40, 43, 80, 101):
         x = draw("layer", 2, num_tokens)
         torch.testing.assert_close(program.module()(x), model(x), **SINGLE)
-
-
-def test_a_padding_mask_is_an_input_of_a_portable_program() -> None:
-    class Masked(nn.Module):
-        def forward(self, x: Tensor, ignored: Tensor) -> Tensor:
-            return dilated_attention(x, x, x, PATTERN, key_padding_mask=ignored)
-
-    shapes = {"x": {1: Dim("length")}, "ignored": {1: Dim("length")}}
-    for num_tokens in (43, 3, 101):
-        x = torch.randn(2, num_tokens, 2, 6, generator=torch.Generator().manual_seed(0))
-        ignored = torch.arange(num_tokens) % torch.tensor([[3], [5]]) == 0
-        if num_tokens == 43:
-            program = portable(torch.export.export(Masked(), (x, ignored), dynamic_shapes=shapes))
-        torch.testing.assert_close(program.module()(x, ignored), Masked()(x, ignored), **SINGLE)
 
 
 def test_a_float_mask_is_refused() -> None:
@@ -245,7 +229,7 @@ def test_users_functions_are_portable_for_a_static_length() -> None:
     model = Attention(
         DilatedPattern((8,), (2,)), score_mod=lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx).abs()
     ).eval()
-    x = draw("layer", 2, 11)
+    x = draw("layer", 2, 7)
     program = portable(torch.export.export(model, (x,)))
     torch.testing.assert_close(program.module()(x), model(x), **SINGLE)
 

@@ -117,11 +117,6 @@ def test_a_model_that_cannot_be_converted_stays_as_it_is() -> None:
     assert [type(part) for part in model] == kinds
 
 
-def test_one_head_runs_every_branch_where_heads_are_not_grouped() -> None:
-    DilatedPattern(LENGTHS, RATES).check_heads(1)
-    DilatedPattern.gigapath().check_heads(1)
-
-
 @pytest.mark.parametrize("held", [1, 2])
 def test_a_part_of_the_heads_is_counted_with_all_of_the_model(held: int) -> None:
     """Tensor parallelism: fewer heads than branches here, enough in the whole model."""

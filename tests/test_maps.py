@@ -105,15 +105,6 @@ def test_attention_map_times_values_is_the_output(pattern: DilatedPattern, is_ca
     torch.testing.assert_close(out, reference.dilated_attention(q, k, v, pattern, **case.options())[0][:, queries], **EXACT)
 
 
-def test_attention_map_rows_sum_to_one_and_an_empty_row_is_zero() -> None:
-    q, k, _, _, _ = Case(PATTERN, num_tokens=23, seed=5).tensors()
-    mask = torch.zeros(1, 23, dtype=torch.bool)
-    weights = attention_map(q, k, PATTERN, queries=range(23), key_padding_mask=mask)
-    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(1, 5, 23, dtype=torch.float64), **EXACT)
-    mask[:] = True
-    assert not attention_map(q, k, PATTERN, queries=[4], key_padding_mask=mask).any()
-
-
 def test_attention_map_counts_a_key_once_per_branch() -> None:
     q, k = torch.zeros(1, 5, 1, 2), torch.zeros(1, 5, 1, 2)
     weights = attention_map(q, k, DilatedPattern((5, 2), (1, 1)), queries=0)
@@ -138,25 +129,14 @@ def test_attention_map_takes_positions_in_every_form() -> None:
     torch.testing.assert_close(attention_map(q, k, PATTERN, queries=[9, 9, 1]), every[:, :, [9, 9, 1]], **EXACT)
 
 
-def test_attention_map_of_ignored_nan_keys_and_graph_inputs_is_finite() -> None:
-    q, k, _, _, _ = Case(PATTERN, seed=7).tensors()
-    mask = torch.zeros(1, 43, dtype=torch.bool)
-    mask[0, 3] = True
-    k[0, 3] = math.nan
-    weights = attention_map(q.requires_grad_(), k, PATTERN, queries=0, key_padding_mask=mask)
-    assert weights.isfinite().all()
-    assert not weights[..., 3].any()
-    assert not weights.requires_grad
-
-
 @pytest.mark.slow
 def test_attention_map_of_a_long_sequence_needs_no_square() -> None:
-    num_tokens = 100_003  # N * N floats would take 40 GB
+    num_tokens = 50_021  # N * N floats would take 10 GB
     q = torch.randn(1, num_tokens, 2, 4)
-    weights = attention_map(q, q, DilatedPattern.gigapath(), queries=[0, 75_000])
+    weights = attention_map(q, q, DilatedPattern.gigapath(), queries=[0, 35_000])
     assert weights.shape == (1, 2, 2, num_tokens)
     out = torch.einsum("bhqn,bnhd->bqhd", weights, q)
-    torch.testing.assert_close(out, dilated_attention(q, q, q, DilatedPattern.gigapath())[:, [0, 75_000]], **SINGLE)
+    torch.testing.assert_close(out, dilated_attention(q, q, q, DilatedPattern.gigapath())[:, [0, 35_000]], **SINGLE)
 
 
 @pytest.mark.parametrize("queries", [[0, 43], [0, -1]])

@@ -62,8 +62,7 @@ CALLS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", VALUELESS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), [("meta", torch.float64), ("meta", torch.bfloat16), ("fake", torch.float32)], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_attention_says_its_shapes(name: str, kind: str, dtype: torch.dtype) -> None:
     with valueless(kind) as device:
@@ -76,14 +75,6 @@ def test_attention_says_its_shapes(name: str, kind: str, dtype: torch.dtype) -> 
         assert not holds_values(out)
         grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
         assert [(g.shape, g.dtype, g.device) for g in grads] == [(x.shape, dtype, device) for x in (q, k, v)]
-
-
-@pytest.mark.parametrize("kind", VALUELESS)
-def test_packed_documents_say_their_shapes(kind: str) -> None:
-    with valueless(kind) as device:
-        q = draw(1, 31, 6, 7, device=device)
-        out = dilated_attention(q, q, q, PATTERN, cu_seqlens=torch.empty(3, dtype=torch.int32, device=device))
-        assert torch.autograd.grad(out.sum(), q)[0].shape == out.shape == q.shape
 
 
 @pytest.mark.parametrize("kind", VALUELESS)

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import context_length
-from flexdilated.draw.pattern import multiplicity
+
+pytestmark = pytest.mark.lab
 
 
 @pytest.fixture
@@ -76,11 +76,6 @@ def test_an_interrupted_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch)
     assert [entry["bits_per_byte"] for entry in resumed] == [entry["bits_per_byte"] for entry in whole]
 
 
-def test_nothing_begins_after_the_time_is_over(text: Path) -> None:
-    assert context_length.main(["--quick", "--text", str(text), "--folder", str(text.with_name("runs")), "--minutes", "-1"]) == 0
-    assert not text.with_name("runs").exists()
-
-
 @pytest.mark.slow
 def test_results_of_other_settings_are_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(text)
@@ -101,13 +96,6 @@ def test_lengths_that_leave_bytes_over_are_refused(text: Path, capsys: pytest.Ca
     assert "--lengths must divide the 512 bytes of a step and the 1024 of a measurement, got 96" in capsys.readouterr().err
 
 
-def test_too_little_held_out_text_is_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text.write_bytes(text.read_bytes()[:20_000])
-    with pytest.raises(SystemExit):
-        run(text)
-    assert "--text must leave more than 1024 held-out bytes, a twentieth of it, got 1000" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("length", context_length.FULL.lengths[1:])
 def test_dilated_branches_cost_the_same_and_reach_every_byte_with_all_heads(length: int) -> None:
     pattern = context_length.pattern_of("dilated", length)
@@ -116,12 +104,3 @@ def test_dilated_branches_cost_the_same_and_reach_every_byte_with_all_heads(leng
     heads = context_length.FULL.heads
     for branch, rate in enumerate(pattern.dilation_rates):
         assert {pattern.offset(branch, head, heads) for head in range(heads)} == set(range(rate))
-
-
-def test_dense_and_window_are_what_they_say() -> None:
-    lower = np.tril(np.ones((512, 512), dtype=np.int64))
-    (dense,) = multiplicity(context_length.pattern_of("dense", 512), 512, 1, is_causal=True)
-    (window,) = multiplicity(context_length.pattern_of("window", 512), 512, 1, is_causal=True)
-    assert np.array_equal(dense, lower)
-    same = np.arange(512) // 256
-    assert np.array_equal(window, lower * (same[:, None] == same))

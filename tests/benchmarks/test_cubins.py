@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 
 from benchmarks import cubins
 
+pytestmark = pytest.mark.lab
+
 
 def kept() -> list[dict[str, object]]:
     return json.loads(cubins.KEPT.read_text())

@@ -14,6 +14,8 @@ from benchmarks import cutedsl
 from benchmarks.cutedsl import Cost, Form, calls, faults
 from flexdilated.backends import flash
 
+pytestmark = pytest.mark.lab
+
 PLAIN = Cost(90, 64, "bf16", "plain", "forward", 128, 0)
 
 

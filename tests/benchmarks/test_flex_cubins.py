@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 from benchmarks import cubins, flex_cubins
 from tests.backends.absent_gpu import SHARED_MEMORY
 
+pytestmark = pytest.mark.lab
+
 DIRECTIONS = ("forward", "backward")
 
 

@@ -9,6 +9,8 @@ import pytest
 from benchmarks import overlap
 from flexdilated.distributed.planner.plan import EXCHANGES
 
+pytestmark = pytest.mark.lab
+
 
 def test_a_line_for_each_exchange(capsys: pytest.CaptureFixture[str]) -> None:
     assert overlap.main(["--quick"]) == 0

@@ -30,6 +30,8 @@ from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.pieces import plan_pieces
 from tests.cases import least_heads, patterns
 
+pytestmark = pytest.mark.lab
+
 ENGINE = {engine.name: engine for engine in ENGINES}
 LIBRARIES = {"sdpa flash": "flash", "sdpa cudnn": "cudnn", "sdpa efficient": "efficient"}
 LIBRARIES |= {"flash, version 2": "flash_attn", "flash, version 4": "flash_attn_4"}

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import sass
 
+pytestmark = pytest.mark.lab
+
 # As ptxas 12.9 prints a loop of two products: scores from shared memory, then weights in R184 times values.
 SCORES = "HGMMA.64x64x16.F32.BF16 R152, gdesc[UR12], RZ, !UPT, gsb0"
 VALUES = "HGMMA.64x128x16.F32.BF16 R24, R184, gdesc[UR12].tnspB, R24"

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import scale
 
+pytestmark = pytest.mark.lab
+
 
 def kept() -> dict[str, dict[str, object]]:
     return json.loads(scale.RESULTS.read_text())["cells"]

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import slides
 
+pytestmark = pytest.mark.lab
+
 
 def test_a_line_for_each_case(capsys: pytest.CaptureFixture[str]) -> None:
     slides.main(["--quick"])

@@ -14,6 +14,8 @@ import torch
 from benchmarks import tasks
 from benchmarks.tasks import HEADS, IGNORED, KINDS, RESULTS, TASKS, Kind
 
+pytestmark = pytest.mark.lab
+
 # Kinds of equal cost that differ in the near keys alone: connected segments, and a sliding window.
 LOCAL_OR_WINDOW = (("two local branches", "sliding window"), ("connected", "window + nested"), ("local + far", "window + far"))
 SPARSE = [name for name in KINDS if name != "dense"]

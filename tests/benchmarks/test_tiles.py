@@ -18,6 +18,8 @@ pytest.importorskip("triton")
 from benchmarks import tiles
 from flexdilated.backends.triton import launch
 
+pytestmark = pytest.mark.lab
+
 KEPT = Path(tiles.__file__).parent / "results" / "h200-tiles.json"
 
 

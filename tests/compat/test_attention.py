@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from flexdilated import compat, dilated_attention, reference
 from flexdilated.ordering import grid_order, reorder, restore
@@ -22,19 +21,6 @@ def test_attention_equals_the_function_and_the_definition(name: str, is_causal: 
         torch.testing.assert_close(a, b, **EXACT)
 
 
-def test_groups_by_hand() -> None:
-    """Five heads in groups of three and two, each its own branch and offset, over plain softmax; the rest is 0, nothing divided."""
-    q, k, v = draw()
-    out = build("DilatedAttention")(q, k, v)
-    expected = torch.zeros_like(out)
-    for heads, length, rate, offset in ((slice(0, 3), 7, 2, 0), (slice(3, 5), 13, 3, 1)):
-        for start in range(0, TOKENS, length):
-            rows = slice(start + offset, min(start + length, TOKENS), rate)
-            part = (x[:, rows, heads].transpose(1, 2) for x in (q, k, v))
-            expected[:, rows, heads] = F.scaled_dot_product_attention(*part).transpose(1, 2)
-    torch.testing.assert_close(out, expected, **EXACT)
-
-
 @pytest.mark.parametrize("name", [name for name in (*BARE, HILBERT) if name != "ImprovedDilatedAttention"])
 def test_softmax_scale_multiplies_the_scores(name: str) -> None:
     q, k, v = inputs(name)
@@ -49,11 +35,6 @@ def test_positional_arguments_of_the_popular_port() -> None:
     assert compat.RingDilatedAttention(LENGTHS, RATES, 0.25).attention.dropout_p == 0.25
 
 
-@pytest.mark.parametrize("name", [*BARE, HILBERT])
-def test_attention_has_no_state(name: str) -> None:
-    assert not build(name).state_dict()
-
-
 def test_hilbert_reorders_all_three_and_puts_outputs_back() -> None:
     q, k, v = draw(GRID[0] * GRID[1])
     order = grid_order(GRID)
@@ -63,11 +44,6 @@ def test_hilbert_reorders_all_three_and_puts_outputs_back() -> None:
     dout = torch.randn_like(actual)
     for a, b in zip(torch.autograd.grad(actual, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout)):
         torch.testing.assert_close(a, b, **EXACT)
-
-
-def test_hilbert_switched_off_takes_any_length_and_causality() -> None:
-    module, (q, k, v) = build(HILBERT, use_hilbert=False, grid=None), draw()
-    assert torch.equal(module(q, k, v, True), dilated_attention(q, k, v, GROUPED, is_causal=True))
 
 
 def test_hilbert_rejects_text_causality_and_another_number_of_tokens() -> None:

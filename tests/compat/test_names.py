@@ -23,12 +23,6 @@ def test_dropout_drops_weights_in_training_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*BARE, *LAYERS, HILBERT])
-def test_wrong_patterns_are_rejected(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^dilation_rates must hold one rate per segment length=2, got \(1, 2, 3\)$"):
-        build(name, segment_lengths=[4, 8], dilation_rates=[1, 2, 3])
-
-
-@pytest.mark.parametrize("name", [*BARE, *LAYERS, HILBERT])
 def test_modules_are_pickled_and_copied(name: str) -> None:
     module, x = build(name).eval(), inputs(name)
     for twin in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):

@@ -21,11 +21,6 @@ DENSE = DilatedPattern((TOKENS,), (1,))
 PATTERN = DilatedPattern((7, 13), (1, 3))
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(2307)
-
-
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, dtype=dtype)
 
@@ -65,17 +60,6 @@ def test_dilated_attention_module_equals_the_function(is_causal: bool) -> None:
     torch.testing.assert_close(module(q, k, v, key_padding_mask=mask), expected, **EXACT)
 
 
-def test_dilated_attention_module_passes_documents_and_backend() -> None:
-    q, k, v = (x[:1] for x in heads())
-    borders = torch.tensor([0, 11, TOKENS])
-    expected, _ = reference.dilated_attention(q, k, v, PATTERN, is_causal=True, cu_seqlens=borders)
-    for backend in ("auto", "reference"):
-        module = DilatedAttention(PATTERN, is_causal=True, backend=backend)
-        torch.testing.assert_close(module(q, k, v, cu_seqlens=borders), expected, **EXACT)
-    with pytest.raises(ValueError, match=r"backend must be one of .*, got 'abacus'"):
-        DilatedAttention(PATTERN, backend="abacus")(q, k, v)
-
-
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("given", [None, False, True])
 def test_dilated_attention_module_is_causal_of_a_call_replaces_its_own(own: bool, given: bool | None) -> None:
@@ -103,7 +87,7 @@ REJECTED: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"scale": "x"}, TypeError, "scale must be a number or None, got 'x'"),
     ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
     ({"dropout_p": "x"}, TypeError, "dropout_p must be a number, got 'x'"),
-    *(({"dropout_p": p}, ValueError, f"dropout_p must be in [0, 1), got {p}") for p in (1.0, -0.1, math.nan)),
+    ({"dropout_p": 1.0}, ValueError, "dropout_p must be in [0, 1), got 1.0"),
     ({"pattern": ((7,), (1,))}, TypeError, "pattern must be a DilatedPattern, got tuple"),
 ]
 
@@ -128,13 +112,19 @@ def test_dilated_attention_module_has_no_state_and_shows_its_options() -> None:
 # -- the multi-head layer by its formula ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize(("kv_heads", "is_causal", "layer_norm"), [(1, False, True), (2, True, True), (6, True, False)])
 def test_multihead_equals_its_formula_over_the_reference(kv_heads: int, is_causal: bool, layer_norm: bool) -> None:
     module = MultiheadDilatedAttention(
-        6 * HEAD_DIM, 6, PATTERN, num_kv_heads=kv_heads, layer_norm=layer_norm, is_causal=is_causal, dtype=torch.float64
-    )
+        6 * HEAD_DIM,
+        6,
+        PATTERN,
+        num_kv_heads=kv_heads,
+        layer_norm=layer_norm,
+        layer_norm_eps=0.1,
+        is_causal=is_causal,
+        dropout_p=0.3,
+        dtype=torch.float64,
+    ).eval()
     randomize(module)
     x, mask = draw(BATCH, TOKENS, 6 * HEAD_DIM), ragged_padding()
 
@@ -146,10 +136,15 @@ def test_multihead_equals_its_formula_over_the_reference(kv_heads: int, is_causa
     out = out.reshape(BATCH, TOKENS, 6 * HEAD_DIM)
     if layer_norm:
         centred = out - out.mean(-1, keepdim=True)
-        out = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        out = centred / (centred.square().mean(-1, keepdim=True) + 0.1).sqrt()
         out = out * module.inner_attn_ln.weight + module.inner_attn_ln.bias
     expected = out @ module.out_proj.weight.T + module.out_proj.bias
     torch.testing.assert_close(module(x, x, x, mask)[0], expected, **EXACT)
+    # A causal module stays causal; another is, where the call says so.
+    torch.testing.assert_close(module(x, x, x, mask, is_causal=False)[0], expected, **EXACT)
+    module.attention.is_causal = False
+    torch.testing.assert_close(module(x, x, x, mask, is_causal=is_causal)[0], expected, **EXACT)
+    assert not torch.allclose(module.train()(x, x, x, mask, is_causal=is_causal)[0], expected)  # weights are dropped
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -186,17 +181,6 @@ def test_multihead_takes_input_without_a_batch(same: bool) -> None:
     torch.testing.assert_close(out, module(x[None], y[None], y[None], mask[None])[0][0], **EXACT)
 
 
-def test_multihead_is_causal_of_module_or_of_call_is_the_same() -> None:
-    module = randomize(multihead())
-    causal = copy.deepcopy(module)
-    causal.attention.is_causal = True
-    x = draw(BATCH, TOKENS, EMBED)
-    expected, _ = causal(x, x, x)
-    torch.testing.assert_close(module(x, x, x, is_causal=True)[0], expected, **EXACT)
-    torch.testing.assert_close(causal(x, x, x, is_causal=False)[0], expected, **EXACT)  # a causal module stays causal
-    assert not torch.allclose(module(x, x, x)[0], expected)
-
-
 def test_multihead_packed_documents_equal_each_alone() -> None:
     module = randomize(multihead(is_causal=True))
     x = draw(1, TOKENS, EMBED)
@@ -216,36 +200,7 @@ def test_multihead_applies_rotation_to_projected_queries_and_keys() -> None:
     torch.testing.assert_close(module(x[1], x[1], x[1], rotation=rotation)[0], expected[1], **SINGLE)
 
 
-def test_multihead_drops_weights_in_training_only() -> None:
-    module = multihead(dropout_p=0.3)
-    x = draw(BATCH, TOKENS, EMBED)
-    plain, _ = multihead_without_dropout(module)(x, x, x)
-    torch.testing.assert_close(module.eval()(x, x, x)[0], plain, **EXACT)
-    assert not torch.allclose(module.train()(x, x, x)[0], plain)
-
-
-def multihead_without_dropout(module: MultiheadDilatedAttention) -> MultiheadDilatedAttention:
-    plain = multihead(dropout_p=0.0)
-    plain.load_state_dict(module.state_dict())
-    return plain
-
-
 # -- parameters -------------------------------------------------------------------------------------------------------------------
-
-
-def test_multihead_parameter_names_are_those_of_published_checkpoints() -> None:
-    modules = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
-    assert list(multihead().state_dict()) == [f"{name}.{part}" for name in modules for part in ("weight", "bias")]
-    plain = [f"{name}.weight" for name in modules[:4]]
-    assert list(multihead(bias=False, layer_norm=False).state_dict()) == plain
-    assert list(multihead(bias=False).state_dict()) == [*plain, "inner_attn_ln.weight", "inner_attn_ln.bias"]
-
-
-def test_multihead_layer_norm_is_over_all_heads_with_its_epsilon() -> None:
-    module = multihead(layer_norm_eps=0.5)
-    assert isinstance(module.inner_attn_ln, nn.LayerNorm)
-    assert module.inner_attn_ln.normalized_shape == (EMBED,)
-    assert module.inner_attn_ln.eps == 0.5
 
 
 @pytest.mark.parametrize("kv_heads", [2, 10])
@@ -261,30 +216,14 @@ def test_multihead_initial_gains_are_gamma_for_value_and_output_only(kv_heads: i
     assert module.inner_attn_ln.weight.eq(1).all()
 
 
-def test_multihead_init_weights_draws_again() -> None:
-    module = multihead()
-    torch.manual_seed(3)
-    module.init_weights()
-    first = copy.deepcopy(module.state_dict())
-    randomize(module)
-    torch.manual_seed(3)
-    module.init_weights()
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, first[name]), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_multihead_dtype_argument_holds_for_parameters_and_output(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_multihead_dtype_and_device_arguments_hold_for_parameters_and_output(dtype: torch.dtype) -> None:
+    assert {parameter.device.type for parameter in multihead(device="meta").parameters()} == {"meta"}
     module = multihead(dtype=dtype)
     assert {parameter.dtype for parameter in module.parameters()} == {dtype}
     x = draw(BATCH, TOKENS, EMBED, dtype=dtype)
     assert module(x, x, x)[0].dtype == dtype
     assert module(x, x, x, rotation=Rotary(HEAD_DIM)(torch.arange(TOKENS), dtype=dtype))[0].dtype == dtype
-
-
-def test_multihead_device_argument_holds_for_every_parameter() -> None:
-    assert {parameter.device.type for parameter in multihead(device="meta").parameters()} == {"meta"}
-    assert {parameter.device.type for parameter in multihead(device=torch.device("cpu")).parameters()} == {"cpu"}
 
 
 # -- in the place of nn.MultiheadAttention ----------------------------------------------------------------------------------------
@@ -305,10 +244,17 @@ def torch_gradients(module: nn.MultiheadAttention) -> Iterator[tuple[str, Tensor
         yield "out_proj.bias", module.out_proj.bias.grad
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("mask", ["none", "bool", "float"])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("self_attention", [False, True])
+@pytest.mark.parametrize(
+    ("bias", "mask", "is_causal", "self_attention"),
+    [
+        (False, "none", False, True),
+        (True, "none", True, False),
+        (True, "bool", False, True),
+        (False, "bool", True, False),
+        (True, "float", False, False),
+        (False, "float", True, True),
+    ],
+)
 def test_from_torch_with_dense_pattern_equals_torch(bias: bool, mask: str, is_causal: bool, self_attention: bool) -> None:
     dense, dilated = pair(bias)
     x = draw(BATCH, TOKENS, EMBED)
@@ -351,15 +297,6 @@ def test_multihead_positional_arguments_stand_in_the_order_of_torch() -> None:
     torch.testing.assert_close(dilated(*arguments)[0], dense(*arguments)[0], **EXACT)
 
 
-def test_multihead_result_unpacks_as_output_and_no_weights() -> None:
-    module, x = multihead(), draw(BATCH, TOKENS, EMBED)
-    result = module(x, x, x)
-    assert isinstance(result, tuple)
-    assert len(result) == 2
-    assert result[0].shape == x.shape
-    assert result[1] is None
-
-
 def test_from_torch_keeps_mode_dropout_dtype_and_copies_weights() -> None:
     dense, dilated = pair(dropout=0.2)
     assert dilated.training
@@ -379,25 +316,18 @@ def test_from_torch_keeps_mode_dropout_dtype_and_copies_weights() -> None:
     assert MultiheadDilatedAttention.from_torch(on_meta, DENSE).out_proj.weight.device.type == "meta"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_first": False}, r"^module must have batch_first=True, got batch_first=False$"),
-        ({"kdim": 3}, r"^module must project from one width=10, got kdim=3, vdim=10$"),
-        ({"vdim": 7}, r"^module must project from one width=10, got kdim=10, vdim=7$"),
-        ({"add_bias_kv": True}, r"^module must not add keys of its own, got add_bias_kv or add_zero_attn$"),
-        ({"add_zero_attn": True}, r"^module must not add keys of its own, got add_bias_kv or add_zero_attn$"),
-    ],
-    ids=str,
-)
+REFUSED = [
+    ({"batch_first": False}, "batch_first=True, got batch_first=False"),
+    ({"kdim": 3}, "project from one width=10, got kdim=3, vdim=10"),
+    ({"vdim": 7}, "project from one width=10, got kdim=10, vdim=7"),
+    *(({name: True}, "not add keys of its own, got add_bias_kv or add_zero_attn") for name in ("add_bias_kv", "add_zero_attn")),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
 def test_from_torch_rejects_what_it_cannot_reproduce(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^module must (have )?{message}$"):
         MultiheadDilatedAttention.from_torch(nn.MultiheadAttention(EMBED, HEADS, **{"batch_first": True, **options}), DENSE)
-
-
-def test_from_torch_accepts_widths_that_are_named_but_equal() -> None:
-    module = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, kdim=EMBED, vdim=EMBED)
-    MultiheadDilatedAttention.from_torch(module, DENSE)
 
 
 # -- inside torch's own encoder ---------------------------------------------------------------------------------------------------
@@ -412,43 +342,6 @@ def encoder_layer(norm_first: bool) -> tuple[nn.TransformerEncoderLayer, nn.Tran
     dilated = copy.deepcopy(dense)
     dilated.self_attn = MultiheadDilatedAttention.from_torch(dilated.self_attn, DENSE)
     return dense, dilated
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_multihead_in_encoder_layer_equals_torch(norm_first: bool, training: bool, grad: bool, padded: bool) -> None:
-    dense, dilated = encoder_layer(norm_first)
-    x = draw(BATCH, TOKENS, 12)
-    mask = ragged_padding() if padded else None
-    with torch.set_grad_enabled(grad):
-        expected = dense.train(training)(x, src_key_padding_mask=mask)
-        actual = dilated.train(training)(x, src_key_padding_mask=mask)
-    torch.testing.assert_close(actual, expected, **EXACT)
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_multihead_in_encoder_equals_torch(training: bool, padded: bool, causal: bool) -> None:
-    dense, dilated = (nn.TransformerEncoder(x, 2, enable_nested_tensor=False).train(training) for x in encoder_layer(False))
-    x = draw(BATCH, TOKENS, 12)
-    mask = None
-    if padded:
-        mask = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [17], [19]])  # padding on the right
-    see = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) if causal else None
-    with torch.set_grad_enabled(training):
-        expected, actual = (module(x, mask=see, src_key_padding_mask=mask) for module in (dense, dilated))
-    torch.testing.assert_close(actual, expected, **EXACT)
-
-
-def test_multihead_in_encoder_layer_trains_all_its_parameters() -> None:
-    layer = encoder_layer(False)[1]
-    layer(draw(BATCH, TOKENS, 12), src_key_padding_mask=ragged_padding()).square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -525,24 +418,11 @@ def test_multihead_rejects_inputs_of_another_width_or_rank(name: str) -> None:
 def test_multihead_rejects_float_masks_that_do_more_than_ignore() -> None:
     module, x = multihead(), draw(BATCH, TOKENS, EMBED)
     mask = torch.zeros(BATCH, TOKENS)
-    mask[1, 2] = -1.0
-    with pytest.raises(ValueError, match=r"^key_padding_mask must be bool, or float with only 0 and -inf, got other values; give"):
-        module(x, x, x, key_padding_mask=mask)
-    mask[1, 2] = math.nan
-    with pytest.raises(ValueError, match=r"^key_padding_mask must be bool, or float with only 0 and -inf, got other values; give"):
-        module(x, x, x, key_padding_mask=mask)
+    for mask[1, 2] in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=r"^key_padding_mask must be bool, or float with only 0 and -inf, got other values; "):
+            module(x, x, x, key_padding_mask=mask)
     mask[1, 2] = -math.inf
     torch.testing.assert_close(module(x, x, x, mask)[0], module(x, x, x, mask != 0)[0], **EXACT)
-
-
-def test_multihead_rejects_masks_of_integers_or_another_shape() -> None:
-    module, x = multihead(), draw(BATCH, TOKENS, EMBED)
-    with pytest.raises(
-        TypeError, match=r"^key_padding_mask must be bool, True for a key to ignore, got torch.int32; use mask.bool\(\), or"
-    ):
-        module(x, x, x, torch.zeros(BATCH, TOKENS, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"^key_padding_mask must have shape \(B, N\)=\(3, 23\), got \(23, 3\)$"):
-        module(x, x, x, torch.zeros(TOKENS, BATCH, dtype=torch.bool))
 
 
 def test_multihead_query_without_any_key_gives_the_bias_with_finite_gradients() -> None:

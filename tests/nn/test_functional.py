@@ -21,24 +21,12 @@ def layer() -> MultiheadDilatedAttention:
     return MultiheadDilatedAttention(EMBED, 6, PATTERN, num_kv_heads=3, is_causal=True)
 
 
-class SelfAttention(nn.Module):
-    """The layer's call with one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = layer()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x, x)[0]
-
-
 def language_model(position: str) -> LongNetLM:
     config = LongNetConfig(vocab_size=VOCAB, embed_dim=EMBED, num_layers=2, num_heads=3, pattern=PATTERN, position=position)
     return LongNetLM(config)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "layer": SelfAttention,
     "block": lambda: Block(layer(), FeedForward(EMBED, 17)),
     "xpos model": lambda: language_model("xpos"),
     "rotary model": lambda: language_model("rotary"),

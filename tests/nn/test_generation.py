@@ -37,9 +37,11 @@ def draw_tokens(batch: int = 3, tokens: int = TOKENS) -> Tensor:
 # -- the model with caches ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", [NESTED, RAGGED, GROUPED], ids=str)
-@pytest.mark.parametrize("position", ["xpos", "rotary"])
-@pytest.mark.parametrize("max_length", [None, TOKENS])
+@pytest.mark.parametrize(
+    ("pattern", "position", "max_length"),
+    [(NESTED, "xpos", None), (RAGGED, "xpos", TOKENS), (RAGGED, "rotary", None), (GROUPED, "rotary", TOKENS)],
+    ids=str,
+)
 @torch.no_grad()
 def test_logits_with_caches_equal_the_full_forward(pattern: DilatedPattern, position: str, max_length: int | None) -> None:
     lm, tokens = model(pattern=pattern, position=position), draw_tokens()
@@ -88,6 +90,7 @@ def test_caches_hold_the_dtype_of_the_keys_under_autocast() -> None:
     assert model().double().make_caches(1)[0].dtype == torch.float64
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_model_step_compiles_once() -> None:
     lm, tokens = model(), draw_tokens()
@@ -124,11 +127,7 @@ def test_model_rejects_what_does_not_go_with_caches() -> None:
         (lambda: lm(tokens, caches=5), TypeError, "caches must be a sequence of DilatedKVCache, got 5; use make_caches"),
         (lambda: lm(tokens, caches=[5, 6]), TypeError, "caches must be a sequence of DilatedKVCache, got [5, 6]; use make"),
         (lambda: lm(tokens, caches=caches[:1]), ValueError, "caches must be one per layer=2, got 1"),
-        (
-            lambda: lm(tokens, caches=caches[:1] * 2),
-            ValueError,
-            "caches must be different objects, got one for two",
-        ),
+        (lambda: lm(tokens, caches=caches[:1] * 2), ValueError, "caches must be different objects, got one for two"),
         (lambda: lm(tokens[:2], caches=caches), ValueError, "tokens must have the batch size of caches=3, got 2"),
         (
             lambda: lm(tokens, caches=caches, key_padding_mask=padding),
@@ -162,13 +161,12 @@ def reread(lm: LongNetLM, tokens: Tensor, count: int, sampler: Sampler, generato
     return tokens[:, -count:]
 
 
-@pytest.mark.parametrize("pattern", [NESTED, RAGGED, GROUPED], ids=str)
-@pytest.mark.parametrize("prompt", [1, 7, 19])
+@pytest.mark.parametrize(("pattern", "prompt"), [(NESTED, 1), (RAGGED, 7), (GROUPED, 19)], ids=str)
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9}], ids=str)
 def test_generate_gives_what_rereading_gives(pattern: DilatedPattern, prompt: int, options: dict[str, float]) -> None:
     lm, tokens = model(pattern=pattern, tie_embeddings=False), draw_tokens(2, prompt)
-    drawn = lm.generate(tokens, max_new_tokens=31, generator=torch.Generator().manual_seed(7), **options)
-    expected = reread(lm, tokens, 31, Sampler(**options), torch.Generator().manual_seed(7))
+    drawn = lm.generate(tokens, max_new_tokens=13, generator=torch.Generator().manual_seed(7), **options)
+    expected = reread(lm, tokens, 13, Sampler(**options), torch.Generator().manual_seed(7))
     assert torch.equal(drawn, expected)
 
 
@@ -213,17 +211,6 @@ def test_generate_calls_the_model_as_a_module() -> None:
     assert (lm.generate(tokens, max_new_tokens=7, temperature=0) == 5).all()
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_generate_has_no_dropout_and_leaves_the_mode(training: bool) -> None:
-    lm, tokens = model(dropout_p=0.5, attention_dropout_p=0.5), draw_tokens()
-    expected = lm.generate(tokens, max_new_tokens=7, temperature=0)
-    lm.train(training)
-    drawn = lm.generate(tokens, max_new_tokens=7, temperature=0)
-    assert torch.equal(drawn, expected)
-    assert lm.training is training
-    assert not drawn.requires_grad
-
-
 class AlwaysTraining(nn.Module):
     """A part that a user keeps in one mode by a `train` of its own."""
 
@@ -232,12 +219,12 @@ class AlwaysTraining(nn.Module):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_generate_leaves_the_mode_of_every_module(seed: int, fails: bool) -> None:
-    lm = model(dropout_p=0.5)
+def test_generate_drops_nothing_and_leaves_the_mode_of_every_module(fails: bool) -> None:
+    lm, tokens = model(dropout_p=0.5, attention_dropout_p=0.5), draw_tokens()
+    expected = lm.generate(tokens, max_new_tokens=5, temperature=0)
     lm.probe = AlwaysTraining()
     modules = [module for module in lm.modules() if not isinstance(module, AlwaysTraining)]
-    modes = (torch.rand(len(modules), generator=torch.Generator().manual_seed(seed)) < 0.5).tolist()
+    modes = (torch.rand(len(modules), generator=torch.Generator().manual_seed(0)) < 0.5).tolist()
     modes[:2] = [True, False]
     for module, mode in zip(modules, modes):
         module.training = mode
@@ -250,7 +237,7 @@ def test_generate_leaves_the_mode_of_every_module(seed: int, fails: bool) -> Non
 
     lm.layers[1].ffn.fc2.register_forward_hook(look)
     with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
-        lm.generate(draw_tokens(), max_new_tokens=5)
+        assert torch.equal(lm.generate(tokens, max_new_tokens=5, temperature=0), expected)
     assert not any(any(row) for row in seen)
     assert [module.training for module in modules] == modes
     assert lm.probe.training

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, reference
-from flexdilated.nn import Rotary, XPos, longnet
+from flexdilated.nn import XPos, longnet
 from tests.tolerances import EXACT, SINGLE
 
 VOCAB, EMBED, HEADS, TOKENS, BATCH = 29, 24, 4, 23, 3
@@ -23,11 +23,6 @@ NESTED = DilatedPattern((4, 8, 16), (1, 2, 4))
 RAGGED = DilatedPattern((5, 13), (1, 3), offsets="interleaved")
 GROUPED = DilatedPattern.grouped((5, 11), (1, 2))
 POSITIONS = ("rotary", "xpos")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(2307)
 
 
 def config(**options: object) -> LongNetConfig:
@@ -54,22 +49,6 @@ def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 # -- what it computes -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("position", POSITIONS)
-def test_longnet_equals_its_formula(tied: bool, position: str) -> None:
-    lm = model(tie_embeddings=tied, position=position, num_kv_heads=2)
-    tokens = draw_tokens()
-    rotation = (Rotary(EMBED // HEADS) if position == "rotary" else XPos(EMBED // HEADS, NESTED))(torch.arange(TOKENS))
-    x = lm.embedding.weight[tokens]
-    for layer in lm.layers:
-        h = F.layer_norm(x, (EMBED,), layer.self_attn_layer_norm.weight, layer.self_attn_layer_norm.bias)
-        x = x + layer.self_attn(h, h, h, is_causal=True, rotation=rotation)[0]
-        x = x + layer.ffn(F.layer_norm(x, (EMBED,), layer.final_layer_norm.weight, layer.final_layer_norm.bias))
-    x = F.layer_norm(x, (EMBED,), lm.layer_norm.weight, lm.layer_norm.bias)
-    expected = x @ (lm.embedding.weight if tied else lm.head.weight).T
-    torch.testing.assert_close(lm(tokens), expected, **SINGLE)
 
 
 def exact_logits(lm: LongNetLM, tokens: Tensor) -> Tensor:
@@ -125,10 +104,9 @@ WIDENED = {
 }
 
 
-@pytest.mark.parametrize("how", WIDENED)
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize(("how", "position"), [*((how, "xpos") for how in WIDENED), ("double", "rotary")])
 def test_longnet_in_float64_is_exact(how: str, position: str) -> None:
-    lm = WIDENED[how](model(position=position, num_kv_heads=2))
+    lm = WIDENED[how](model(position=position, num_kv_heads=2, tie_embeddings=how in ("double", "meta")))
     tokens = draw_tokens()
     assert lm.embedding.weight.dtype == torch.float64
     expected = exact_logits(lm, tokens)
@@ -137,10 +115,6 @@ def test_longnet_in_float64_is_exact(how: str, position: str) -> None:
     with torch.no_grad():
         decoded = [lm(part, caches=caches) for part in tokens.split((5, 1, TOKENS - 6), dim=1)]
     torch.testing.assert_close(torch.cat(decoded, dim=1), expected, **EXACT)
-    if how != "double":
-        return
-    compiled = torch.compile(lm, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(tokens), expected, **EXACT)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -157,22 +131,7 @@ def test_longnet_in_other_dtypes_turns_in_float32(position: str, monkeypatch: py
     assert all(torch.equal(rotation.k_sin, tables[0].k_sin) for rotation in tables)
 
 
-@pytest.mark.parametrize("pattern", [NESTED, RAGGED, GROUPED], ids=["nested", "ragged", "grouped"])
-@pytest.mark.parametrize("position", POSITIONS)
-def test_longnet_token_changes_nothing_before_it(pattern: DilatedPattern, position: str) -> None:
-    lm = model(pattern=pattern, position=position)
-    tokens = draw_tokens()
-    logits = lm(tokens)
-    for t in (0, 1, 4, 7, 8, 13, TOKENS - 1):
-        changed = tokens.clone()
-        changed[:, t] = (tokens[:, t] + 1) % VOCAB
-        actual = lm(changed)
-        assert torch.equal(actual[:, :t], logits[:, :t]), t
-        assert not torch.allclose(actual[:, t], logits[:, t], atol=1e-3), t
-
-
-@pytest.mark.parametrize("pattern", [NESTED, RAGGED, GROUPED], ids=["nested", "ragged", "grouped"])
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize(("pattern", "position"), [(NESTED, "xpos"), (RAGGED, "xpos"), (GROUPED, "rotary")], ids=str)
 def test_longnet_takes_any_length_and_a_prefix_gives_the_same(pattern: DilatedPattern, position: str) -> None:
     lm = model(pattern=pattern, position=position)
     tokens = draw_tokens(num_tokens=37)
@@ -181,9 +140,8 @@ def test_longnet_takes_any_length_and_a_prefix_gives_the_same(pattern: DilatedPa
         torch.testing.assert_close(lm(tokens[:, :n]), logits[:, :n], **SINGLE)
 
 
-@pytest.mark.parametrize("borders", [(0, TOKENS), (0, 1, TOKENS), (0, 7, 18, TOKENS), (0, 7, 7, 7, 18, TOKENS, TOKENS)], ids=str)
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("pattern", [NESTED, RAGGED], ids=["nested", "ragged"])
+@pytest.mark.parametrize("borders", [(0, 1, TOKENS), (0, 7, 7, 7, 18, TOKENS, TOKENS)], ids=str)
+@pytest.mark.parametrize(("pattern", "position"), [(NESTED, "rotary"), (RAGGED, "xpos")], ids=str)
 def test_longnet_packed_documents_equal_each_alone(borders: tuple[int, ...], position: str, pattern: DilatedPattern) -> None:
     lm = model(position=position, pattern=pattern)
     tokens = draw_tokens(batch=1)
@@ -216,35 +174,6 @@ def test_longnet_padding_is_not_read() -> None:
     )
     assert not torch.allclose(lm(other)[~padding], lm(tokens)[~padding])
     torch.testing.assert_close(lm(tokens[2:, :19]), lm(tokens, key_padding_mask=padding)[2:, :19], **SINGLE)
-
-
-@pytest.mark.parametrize("position", POSITIONS)
-def test_longnet_batch_rows_are_independent(position: str) -> None:
-    lm, tokens = model(position=position), draw_tokens()
-    torch.testing.assert_close(lm(tokens), torch.cat([lm(row[None]) for row in tokens]), **SINGLE)
-
-
-def test_longnet_position_matters() -> None:
-    lms = [LongNetLM(config(position=position, num_layers=1)) for position in POSITIONS]
-    assert isinstance(lms[0].position, Rotary)
-    assert not isinstance(lms[0].position, XPos)
-    assert isinstance(lms[1].position, XPos)
-    # The set of the first tokens is the same, their order is not.
-    tokens = draw_tokens(1, 5)
-    swapped = tokens[:, [1, 0, 2, 3, 4]]
-    pattern = DilatedPattern((64,), (1,))
-    for position in POSITIONS:
-        lm = model(position=position, num_layers=1, pattern=pattern)
-        assert not torch.allclose(lm(tokens)[:, 4], lm(swapped)[:, 4], atol=1e-4)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_longnet_parameters_by_name(tied: bool) -> None:
-    names = [name for name, _ in LongNetLM(config(tie_embeddings=tied, num_layers=3)).named_parameters()]
-    top = {"embedding.weight", "layer_norm.weight", "layer_norm.bias"} | (set() if tied else {"head.weight"})
-    assert {name for name in names if not name.startswith("layers.")} == top
-    assert len([name for name in names if name.startswith("layers.2.")]) == 20
-    assert not any(name.startswith("layers.3.") for name in names)
 
 
 def test_longnet_sizes_are_those_of_its_config() -> None:
@@ -283,9 +212,8 @@ def test_longnet_drops_in_training_only(name: str) -> None:
 # -- training ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("pattern", "position"), [(NESTED, "xpos"), (GROUPED, "rotary")], ids=["all-xpos", "grouped-rotary"])
-def test_longnet_learns_one_batch_by_heart(pattern: DilatedPattern, position: str) -> None:
-    lm = LongNetLM(config(pattern=pattern, position=position))
+def test_longnet_learns_one_batch_by_heart() -> None:
+    lm = LongNetLM(config(pattern=GROUPED))
     tokens = draw_tokens(batch=2)
     optimizer = torch.optim.Adam(lm.parameters(), lr=1e-2)
     losses = []
@@ -299,20 +227,8 @@ def test_longnet_learns_one_batch_by_heart(pattern: DilatedPattern, position: st
     assert losses[-1] < 0.1
 
 
-def test_longnet_gradient_of_a_logit_reaches_no_later_token() -> None:
-    lm = model()
-    x = {}
-    lm.embedding.register_forward_hook(lambda module, inputs, output: x.update(embedded=output) or output)
-    logits = lm(draw_tokens())
-    for t in (0, 7, 8, TOKENS - 1):
-        (grad,) = torch.autograd.grad(logits[:, t].sum(), x["embedded"], retain_graph=True)
-        assert not grad[:, t + 1 :].any(), t
-        assert grad[:, t].abs().max() > 1e-3, t
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_longnet_activation_checkpointing_gives_the_same_gradients(dropout_p: float) -> None:
-    lm = model(attention_dropout_p=dropout_p, dropout_p=dropout_p).train()
+def test_longnet_activation_checkpointing_gives_the_same_gradients() -> None:
+    lm = model(attention_dropout_p=0.3, dropout_p=0.3).train()
     tokens = draw_tokens()
     torch.manual_seed(13)
     plain = lm(tokens)
@@ -326,9 +242,8 @@ def test_longnet_activation_checkpointing_gives_the_same_gradients(dropout_p: fl
     torch.testing.assert_close(gradients(twin, recomputed.square().mean()), expected, **SINGLE)
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-def test_longnet_under_bfloat16_autocast_is_near_float32(position: str) -> None:
-    lm, tokens = model(position=position), draw_tokens()
+def test_longnet_under_bfloat16_autocast_is_near_float32() -> None:
+    lm, tokens = model(), draw_tokens()
     expected = lm(tokens)
     with torch.autocast("cpu", torch.bfloat16):
         logits = lm(tokens)
@@ -341,33 +256,17 @@ def test_longnet_under_bfloat16_autocast_is_near_float32(position: str) -> None:
         assert grad.any() or name.endswith("k_proj.bias"), name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_longnet_runs_in_its_own_dtype(dtype: torch.dtype) -> None:
-    lm, tokens = model().to(dtype), draw_tokens()
+def test_longnet_runs_in_its_own_dtype() -> None:
+    lm, tokens = model().bfloat16(), draw_tokens()
     logits = lm(tokens)
-    assert logits.dtype == dtype
+    assert logits.dtype == torch.bfloat16
     expected = lm.float()(tokens)
     torch.testing.assert_close(logits.float(), expected, atol=0.05 * expected.abs().max().item(), rtol=0.0)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
-@pytest.mark.parametrize(("position", "backend"), [("rotary", "aot_eager"), ("xpos", "inductor")])
-def test_longnet_compiles_without_a_graph_break_and_gives_the_same(position: str, backend: str) -> None:
-    lm, tokens = model(position=position, num_layers=1, num_kv_heads=2), draw_tokens()
-    padding = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
-    padding[1, 3:7] = True
-    torch.compiler.reset()
-    compiled = torch.compile(lm, fullgraph=True, backend=backend)
-    expected, actual = (f(tokens, key_padding_mask=padding) for f in (lm, compiled))
-    torch.testing.assert_close(actual, expected, **SINGLE)
-    torch.testing.assert_close(gradients(lm, actual.square().mean()), gradients(lm, expected.square().mean()), **SINGLE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("position", POSITIONS)
-def test_longnet_compiles_for_documents_and_other_lengths(position: str) -> None:
-    lm, tokens = model(position=position, num_layers=1), draw_tokens(batch=1)
+def test_longnet_compiles_for_documents_and_other_lengths() -> None:
+    lm, tokens = model(num_layers=1), draw_tokens(batch=1)
     torch.compiler.reset()
     compiled = torch.compile(lm, fullgraph=True, backend="eager")
     borders = torch.tensor([0, 7, TOKENS])
@@ -379,9 +278,8 @@ def test_longnet_compiles_for_documents_and_other_lengths(position: str) -> None
 # -- copies and files -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-def test_longnet_copies_and_pickles(position: str) -> None:
-    lm, tokens = model(position=position), draw_tokens()
+def test_longnet_copies_and_pickles() -> None:
+    lm, tokens = model(), draw_tokens()
     logits = lm(tokens)
     for twin in (copy.deepcopy(lm), pickle.loads(pickle.dumps(lm))):
         assert twin.config == lm.config
@@ -391,8 +289,7 @@ def test_longnet_copies_and_pickles(position: str) -> None:
         assert torch.equal(lm(tokens), logits)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("pattern", [NESTED, GROUPED, DilatedPattern((5,), (2,), detach_weights=True)], ids=str)
+@pytest.mark.parametrize(("tied", "pattern"), [(False, GROUPED), (True, DilatedPattern((5,), (2,), detach_weights=True))], ids=str)
 def test_save_pretrained_and_from_pretrained_round_trip(tied: bool, pattern: DilatedPattern, tmp_path: Path) -> None:
     lm = model(tie_embeddings=tied, pattern=pattern, position="rotary", num_kv_heads=2, dropout_p=0.1, backend="sdpa").train()
     folder = tmp_path / "made" / "anew"
@@ -410,27 +307,14 @@ def test_save_pretrained_and_from_pretrained_round_trip(tied: bool, pattern: Dil
     assert all(parameter.requires_grad for parameter in loaded.parameters())
 
 
-def test_from_pretrained_dtype_argument_holds(tmp_path: Path) -> None:
-    model().save_pretrained(tmp_path)
-    loaded = LongNetLM.from_pretrained(tmp_path, device="cpu", dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_from_pretrained_keeps_the_saved_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    lm = model().to(dtype)
+def test_from_pretrained_keeps_the_saved_dtype_unless_another_is_given(tmp_path: Path) -> None:
+    lm = model().double()
     lm.save_pretrained(tmp_path)
     loaded = LongNetLM.from_pretrained(tmp_path)
-    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float64}
     assert torch.equal(loaded.embedding.weight, lm.embedding.weight)
-
-
-def test_save_pretrained_replaces_what_was_there(tmp_path: Path) -> None:
-    model(num_layers=1).save_pretrained(tmp_path)
-    lm = model(num_layers=2)
-    lm.save_pretrained(tmp_path)
-    tokens = draw_tokens()
-    assert torch.equal(LongNetLM.from_pretrained(tmp_path)(tokens), lm(tokens))
+    narrow = LongNetLM.from_pretrained(tmp_path, device="cpu", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -482,7 +366,7 @@ def test_from_pretrained_names_the_missing_file(missing: str, tmp_path: Path) ->
         LongNetLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"3", b"null", b'{"pattern": null}', b"[]", b"{", b'"text"', b"", b'"\xff"'])
+@pytest.mark.parametrize("content", [b"3", b'{"pattern": null}', b"{", b"", b'"\xff"'])
 def test_from_pretrained_names_a_damaged_configuration(content: bytes, tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
@@ -531,18 +415,9 @@ def test_from_pretrained_rejects_weights_of_another_config(tmp_path: Path) -> No
 # -- the configuration ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_kv_heads": 2, "ffn_dim": None, "position": "rotary", "tie_embeddings": False},
-        {"pattern": GROUPED, "dropout_p": 0.1, "attention_dropout_p": 0.2, "backend": "reference"},
-        {"pattern": DilatedPattern.torchscale((5, 7), (1, 2))},
-    ],
-    ids=str,
-)
-def test_config_goes_through_json_unchanged(options: dict[str, object]) -> None:
-    before = config(**options)
+def test_config_goes_through_json_unchanged() -> None:
+    rotary = {"num_kv_heads": 2, "ffn_dim": None, "position": "rotary", "tie_embeddings": False, "backend": "reference"}
+    before = config(**rotary, pattern=DilatedPattern.torchscale((5, 7), (1, 2)), dropout_p=0.1, attention_dropout_p=0.2)
     after = LongNetConfig.from_dict(json.loads(json.dumps(before.to_dict())))
     assert after == before
     assert hash(after) == hash(before)
@@ -617,16 +492,15 @@ def test_longnet_rejects_tokens_without_a_batch() -> None:
     lm(draw_tokens())
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-def test_longnet_rejects_sequences_without_tokens(position: str) -> None:
-    lm = model(position=position)
+def test_longnet_rejects_sequences_without_tokens() -> None:
+    lm = model()
     with pytest.raises(ValueError, match=r"^tokens must have N of at least 1, got \(2, 0\)$"):
         lm(draw_tokens(2, 0))
     assert lm(draw_tokens(2, 1)).shape == (2, 1, lm.config.vocab_size)
     assert lm(draw_tokens(0, 3)).shape == (0, 3, lm.config.vocab_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
 def test_longnet_rejects_tokens_that_are_no_indices(dtype: torch.dtype) -> None:
     lm, tokens = model(), draw_tokens()
     for call in (lm, lambda wrong: lm.generate(wrong, max_new_tokens=2)):
@@ -642,13 +516,7 @@ def test_longnet_rejects_packed_documents_in_a_batch() -> None:
     lm(draw_tokens(batch=1), cu_seqlens=borders)
 
 
-@pytest.mark.parametrize("borders", [(0, 7), (1, TOKENS), (0, 11, 7, TOKENS), (0, TOKENS + 1)], ids=str)
+@pytest.mark.parametrize("borders", [(0, 7), (1, TOKENS), (0, 11, 7, TOKENS)], ids=str)
 def test_longnet_rejects_borders_that_do_not_cover_the_tokens(borders: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=rf"^cu_seqlens must rise from 0 to the number of tokens={TOKENS}, got \["):
         model()(draw_tokens(batch=1), cu_seqlens=torch.tensor(borders))
-
-
-def test_longnet_rejects_unknown_backend() -> None:
-    with pytest.raises(ValueError, match=r"^backend must be one of .*, got 'abacus'"):
-        LongNetLM(config(backend="abacus"))(draw_tokens())
-    LongNetLM(config(backend="reference"))(draw_tokens())

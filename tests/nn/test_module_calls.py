@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from flexdilated import DilatedPattern, LongNet, LongNetConfig, LongNetLM, MultiheadDilatedAttention, convert, reference
@@ -126,14 +125,6 @@ def spectral_norm(owner: nn.Module, name: str) -> None:
     parametrizations.spectral_norm(owner.get_submodule(name)).eval()
 
 
-def hooked_weight_norm(owner: nn.Module, name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        module = nn.utils.weight_norm(owner.get_submodule(name))
-    with torch.no_grad():
-        module.weight_g.mul_(0.6)
-
-
 def pruned(owner: nn.Module, name: str) -> None:
     prune.l1_unstructured(owner.get_submodule(name), "weight", amount=0.5)
 
@@ -156,18 +147,7 @@ def tensor_subclass(owner: nn.Module, name: str) -> None:
 
 CHANGES: dict[str, Callable[[nn.Module, str], None]] = {
     change.__name__: change
-    for change in (
-        hook,
-        pre_hook,
-        weight_norm,
-        uneven_weight,
-        spectral_norm,
-        hooked_weight_norm,
-        pruned,
-        subclass,
-        adapter,
-        tensor_subclass,
-    )
+    for change in (hook, pre_hook, weight_norm, uneven_weight, spectral_norm, pruned, subclass, adapter, tensor_subclass)
 }
 
 
@@ -176,7 +156,7 @@ CHANGES: dict[str, Callable[[nn.Module, str], None]] = {
     kv_heads=st.sampled_from((1, 3, 6)),
     self_attention=st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_changes_of_projections_act_and_are_trained(changes: dict[str, str], kv_heads: int, self_attention: bool) -> None:
     torch.manual_seed(2307)
     plain = layer(kv_heads)
@@ -193,7 +173,7 @@ def test_changes_of_projections_act_and_are_trained(changes: dict[str, str], kv_
     torch.testing.assert_close(torch.autograd.grad(actual, leaves, dout), torch.autograd.grad(expected, leaves, dout), **EXACT)
 
 
-@pytest.mark.parametrize("change", sorted(set(CHANGES) - {"spectral_norm", "tensor_subclass"}))
+@pytest.mark.parametrize("change", ["pre_hook", "pruned"])
 def test_changes_of_projections_compile_to_the_same(change: str) -> None:
     module = layer()
     for name in PROJECTIONS:
@@ -225,21 +205,6 @@ def test_hooks_after_compilation_act_where_torch_looks_for_them() -> None:
     torch.testing.assert_close(compiled(x, x, x)[0], called(module, x, x, x), **EXACT)
     handle.remove()
     torch.testing.assert_close(compiled(x, x, x)[0], before, **EXACT)
-
-
-def test_global_hooks_act_on_every_projection() -> None:
-    module, seen = layer(), []
-    x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
-    before = register_module_forward_pre_hook(lambda m, inputs: uneven(inputs) if m is module.v_proj else None)
-    after = register_module_forward_hook(lambda m, inputs, output: seen.append(m))
-    try:
-        actual = module(x, x, x)[0]
-        expected = called(module, x, x, x)
-    finally:
-        before.remove()
-        after.remove()
-    torch.testing.assert_close(actual, expected, **EXACT)
-    assert {module.q_proj, module.k_proj, module.v_proj, module.inner_attn_ln, module.out_proj} <= set(seen)
 
 
 @pytest.mark.parametrize("name", [*PROJECTIONS, "inner_attn_ln"])
@@ -297,24 +262,29 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
 }
 
 
-@pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_module_of_a_model_is_called(name: str, grad: bool) -> None:
+def test_every_module_of_a_model_is_called(name: str) -> None:
     build, draw = MODELS[name]
     model, seen = build().eval(), set()
     if name == "slide encoder":
         model.global_pool = False
     for path, module in model.named_modules():
         module.register_forward_hook(lambda m, inputs, output, path=path: seen.add(path))
-    with torch.set_grad_enabled(grad):
-        model(*draw())
+    for grad in (True, False):
+        seen.clear()
+        with torch.set_grad_enabled(grad):
+            model(*draw())
+        assert_called(model, seen)
+
+
+def assert_called(model: nn.Module, seen: set[str]) -> None:
     lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     # torch's layer evaluates its activation by a function.
     assert {path for path, _ in model.named_modules()} - seen - lists == set()
 
 
 @given(data=st.data(), name=st.sampled_from(sorted(MODELS)))
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_a_hook_on_any_module_changes_the_output(data: st.DataObject, name: str) -> None:
     build, draw = MODELS[name]
     torch.manual_seed(2307)
@@ -347,17 +317,6 @@ def quantization() -> Iterator[Callable[..., nn.Module]]:
         )
 
 
-def test_dynamic_quantization_acts_on_a_layer() -> None:
-    module = layer(dtype=torch.float32)
-    x = torch.randn(BATCH, TOKENS, EMBED)
-    with quantization() as quantize:
-        quantized = quantize(module)
-        assert not isinstance(quantized.q_proj, nn.Linear)
-        torch.testing.assert_close(quantized(x, x, x)[0], called(quantized, x, x, x), **SINGLE)
-        error = (quantized(x, x, x)[0] - module(x, x, x)[0]).abs().max()
-    assert 1e-4 < error < 0.5
-
-
 @pytest.mark.parametrize("tie", [True, False])
 def test_dynamic_quantization_acts_on_a_language_model_and_its_generation(tie: bool) -> None:
     model, x = language_model(tie_embeddings=tie).eval(), tokens()
@@ -380,16 +339,6 @@ def test_a_quantized_embedding_stays_tied_to_the_head() -> None:
         torch.testing.assert_close(logits, model(x), **SINGLE)
         following = quantized.generate(x, max_new_tokens=1, temperature=0.0)
         assert torch.equal(following[:, 0], logits[:, -1].argmax(-1))
-
-
-def test_dynamic_quantization_acts_on_a_converted_model() -> None:
-    model, x = converted().eval(), rows()
-    with quantization() as quantize:
-        quantized = quantize(model)
-        for context in (torch.no_grad(), torch.enable_grad()):
-            with context:
-                error = (quantized(x) - model(x)).abs().max()
-                assert 1e-4 < error < 0.5
 
 
 # -- another attention in the place of ours ---------------------------------------------------------------------------------------
@@ -433,20 +382,6 @@ def test_weights_that_are_sharded_by_projection_are_gathered() -> None:
         expected.square().sum().backward()
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), parameter.grad, **EXACT)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_language_model_whose_weights_are_sharded_generates() -> None:
-    """The weights of the whole are gathered by the hooks of the model itself."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model, x = language_model().eval(), tokens()
-        expected = model.generate(x, max_new_tokens=5, temperature=0.0)
-        for block in model.layers:
-            fully_shard(block)
-        fully_shard(model)
-        assert torch.equal(model.generate(x, max_new_tokens=5, temperature=0.0), expected)
     finally:
         dist.destroy_process_group()
 

@@ -15,11 +15,6 @@ NESTED = DilatedPattern((4, 8, 16), (1, 2, 4))
 RAGGED = DilatedPattern((7, 11), (1, 3))
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(2307)
-
-
 def draw(tokens: int = TOKENS, heads: int = 3) -> Tensor:
     """Rows of norm about 1, so that scores are of order 1."""
     return torch.randn(2, tokens, heads, HEAD_DIM) * HEAD_DIM**-0.5
@@ -60,21 +55,6 @@ def test_rotary_turns_pairs_by_the_definition(base: float) -> None:
     positions = torch.randperm(1009)[:TOKENS]
     for actual, x in zip(Rotary(HEAD_DIM, base=base)(positions).apply(q, k), (q, k)):
         torch.testing.assert_close(actual.double(), turned(x, positions, base), **SINGLE)
-
-
-def test_rotary_score_depends_on_distance_only() -> None:
-    q, k = (draw(1).expand(-1, TOKENS, -1, -1) for _ in range(2))
-    result = scores(*Rotary(HEAD_DIM)(torch.arange(TOKENS) + 4099).apply(q, k))
-    for distance in range(1 - TOKENS, TOKENS):
-        diagonal = result.diagonal(distance, dim1=-2, dim2=-1)
-        torch.testing.assert_close(diagonal, diagonal[..., :1].expand_as(diagonal), **SINGLE)
-    # The direction matters too: query after key is not key after query.
-    assert not torch.allclose(result, result.mT, atol=1e-2)
-
-
-def test_rotary_at_position_zero_changes_nothing() -> None:
-    q, k = draw(1), draw(1)
-    torch.testing.assert_close(Rotary(HEAD_DIM)(torch.zeros(1, dtype=torch.long)).apply(q, k), (q, k), atol=0.0, rtol=0.0)
 
 
 def test_rotary_tells_position_1000001_from_1000000() -> None:
@@ -128,8 +108,7 @@ def test_positions_follow_the_default_dtype(position: nn.Module) -> None:
 def test_rotation_in_float32_is_refused_for_float64_and_wider_ones_are_taken(position: nn.Module) -> None:
     positions, q = torch.arange(TOKENS), draw()
     with pytest.raises(
-        ValueError,
-        match=r"^rotation must be in float64 for q.dtype=float64, got float32; give dtype=torch.float64 to the position",
+        ValueError, match=r"^rotation must be in float64 for q.dtype=float64, got float32; give dtype=torch.float64 to the position"
     ):
         position(positions).apply(q.double(), q.double())
     wide, _ = position(positions, dtype=torch.float64).apply(q, q)
@@ -153,11 +132,6 @@ def test_rotary_rejects_base_of_one_or_less(base: float) -> None:
         build(1.001)
 
 
-def test_position_shows_its_options() -> None:
-    assert repr(Rotary(6, base=7.0)) == "Rotary(head_dim=6, base=7.0)"
-    assert repr(XPos(6, NESTED, base=7.0, scale_base=3.0)) == "XPos(head_dim=6, base=7.0, scale_base=3.0)"
-
-
 # -- xPos -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -170,40 +144,6 @@ def test_xpos_scores_equal_the_definition_inside_every_segment(scale_base: float
     expected = xpos_scores(q, k, positions, scale_base)
     together = positions[:, None] // 16 == positions // 16
     torch.testing.assert_close(actual[..., together], expected[..., together], **SINGLE)
-
-
-def test_xpos_scores_equal_the_definition_everywhere_where_segments_do_not_nest() -> None:
-    q, k, positions = draw(), draw(), torch.arange(TOKENS)
-    actual = scores(*XPos(HEAD_DIM, RAGGED, scale_base=13.0)(positions).apply(q, k))
-    torch.testing.assert_close(actual, xpos_scores(q, k, positions, 13.0), **SINGLE)
-
-
-def test_xpos_scores_decay_with_the_distance_of_query_after_key() -> None:
-    position = XPos(HEAD_DIM, DilatedPattern((64,), (1,)), base=1e30, scale_base=8.0)
-    x = torch.zeros(1, TOKENS, 1, HEAD_DIM)
-    x[..., 1] = 1.0  # the second pair, which hardly turns at this base
-    result = scores(*position(torch.arange(TOKENS)).apply(x, x))[0, 0]
-    zeta = (2 / HEAD_DIM + 0.4) / 1.4
-    expected = zeta ** (torch.arange(TOKENS).double() / 8.0)
-    turn = torch.cos(torch.arange(TOKENS).double() * 1e30 ** (-2 / HEAD_DIM))
-    torch.testing.assert_close(result[:, 0], expected * turn, **SINGLE)
-    assert (result[:, 0].diff() < 0).all()
-
-
-def test_xpos_is_the_same_in_every_segment_of_a_long_sequence() -> None:
-    tokens, longest = 100_003, 16
-    position = XPos(HEAD_DIM, NESTED, scale_base=3.0)
-    row = torch.randn(1, longest, 1, HEAD_DIM) * HEAD_DIM**-0.5
-    segments = -(-tokens // longest)
-    x = row.repeat(1, segments, 1, 1)[:, :tokens]
-    q, k = position(torch.arange(tokens)).apply(x, x)
-    assert q.isfinite().all()
-    assert k.isfinite().all()
-    whole = tokens // longest
-    q, k = (y[0, : whole * longest, 0].view(whole, longest, HEAD_DIM).double() for y in (q, k))
-    result = q @ k.mT
-    expected = xpos_scores(row, row, torch.arange(longest), 3.0)[0]
-    torch.testing.assert_close(result, expected.expand_as(result), **SINGLE)
 
 
 def test_xpos_gradients_are_finite_at_the_edge_of_its_range() -> None:
@@ -241,31 +181,21 @@ def test_xpos_rejects_what_is_no_pattern() -> None:
 
 
 @pytest.mark.parametrize("pattern", [RAGGED, DilatedPattern((1_000_000,), (1,))], ids=["ragged", "long"])
-def test_xpos_of_positions_far_from_zero_is_the_same_as_near_zero(pattern: DilatedPattern) -> None:
-    q, k = draw(5), draw(5)
-    position = XPos(HEAD_DIM, pattern)
-    expected = xpos_scores(q, k, torch.arange(5) + 999_000, 512.0)
-    torch.testing.assert_close(scores(*position(torch.arange(5) + 999_000).apply(q, k)), expected, **SINGLE)
-
-
-def test_xpos_in_float16_stays_finite_or_is_refused() -> None:
-    tokens = 32_768
-    x = draw(tokens, 1).half()
-    position = XPos(HEAD_DIM, DilatedPattern.longnet())
-    try:
-        q, k = position(torch.arange(tokens)).apply(x, x)
-    except ValueError:
-        return
-    assert q.isfinite().all()
-    assert k.isfinite().all()
+@pytest.mark.parametrize("start", [0, 999_000])
+def test_xpos_scores_equal_the_definition_everywhere_where_segments_do_not_nest_or_are_long(
+    pattern: DilatedPattern, start: int
+) -> None:
+    q, k, positions = draw(), draw(), torch.arange(TOKENS) + start
+    actual = scores(*XPos(HEAD_DIM, pattern)(positions).apply(q, k))
+    torch.testing.assert_close(actual, xpos_scores(q, k, positions, 512.0), **SINGLE)
 
 
 # -- shards -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("borders", [None, (0, 23), (0, 9, 9, 10, 23), (0, 3, 21, 23)], ids=str)
+@pytest.mark.parametrize("borders", [None, (0, 9, 9, 10, 23)], ids=str)
 @pytest.mark.parametrize("pattern", [NESTED, RAGGED, DilatedPattern((5, 10), (1, 2))], ids=["nested", "ragged", "short"])
-@pytest.mark.parametrize("lengths", [(23,), (11, 12), (0, 7, 16, 0)], ids=str)
+@pytest.mark.parametrize("lengths", [(0, 7, 16, 0)], ids=str)
 def test_rotation_of_a_shard_is_that_of_the_whole(
     lengths: tuple[int, ...], pattern: DilatedPattern, borders: tuple[int, ...] | None
 ) -> None:
@@ -310,10 +240,6 @@ def test_xpos_rejects_a_whole_described_in_part_or_out_of_range() -> None:
 
 
 # -- positions of packed documents ------------------------------------------------------------------------------------------------
-
-
-def test_token_positions_count_from_zero() -> None:
-    assert torch.equal(token_positions(7, None, torch.device("cpu")), torch.arange(7))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

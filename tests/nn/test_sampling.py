@@ -76,8 +76,3 @@ def test_temperature_zero_takes_the_likeliest_and_tiny_ones_do_not_overflow() ->
 def test_sampler_rejects_wrong_numbers(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         Sampler(**options)
-
-
-def test_sampler_has_no_probabilities_without_temperature() -> None:
-    with pytest.raises(ValueError, match=r"^temperature must be above 0 for probabilities, got 0$"):
-        Sampler(temperature=0).probabilities(LOGITS)

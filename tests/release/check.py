@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("-m", "not slow and not ranks and not gpu")
+QUICK = ("-m", "not slow and not ranks and not gpu and not sweep and not lab")
 ARGUMENTS = {"tests_torch": QUICK, "minimums": QUICK}  # other versions: the weekly workflow runs all of their tests
 WORDS = {"success": "pass", "skipped": "not run"}  # of nox; any other is a failure
 

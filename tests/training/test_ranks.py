@@ -333,7 +333,7 @@ def rank_main(rank: int, num_ranks: int, folder: Path, text: Path, expected: lis
     plain = make_trainer(folder / "plain", text, mesh, PLAIN)
     plain.resume()
     assert plain.step == 3
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):  # inductor: tests/nn/test_longnet.py
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):  # inductor: tests/test_compiled.py
         compiled = make_trainer(folder / "compiled", text, mesh, PLAIN, compile=True)
     for trainer in (plain, compiled):
         assert trainer.run(lambda _: None)
