@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexdilated import DilatedPattern, reference
 from flexdilated.hub.gigapath import LongNetViT, tile_positions
-from flexdilated.ordering import ORDERS
 from tests.tolerances import EXACT, NAIVE_FACTOR
 
 IN_CHANS, EMBED, HEADS, DEPTH = 7, 24, 3, 3
@@ -255,12 +254,13 @@ def test_slide_encoder_is_initialised_as_the_original() -> None:
     assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.2)  # 160 samples: the standard error is 6 %
 
 
-@pytest.mark.parametrize("order", [None, *ORDERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [None, "hilbert"])
 def test_compiles_as_one_graph_for_any_number_of_tiles(order: str | None) -> None:
-    model = encoder_model(order=order)
-    graphs = CompileCounterWithBackend("aot_eager")
+    model = encoder_model(order=order, depth=1)
+    graphs = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
-    for count in (40, 57, 71, 72):
+    for count in (40, 57, 72):
         x, coords = draw_slides(1, count)
         torch.testing.assert_close(compiled(x, coords)[0], model(x, coords)[0], **EXACT)
     with pytest.raises(RuntimeError, match=r"coords must lie in \[0, slide_ngrids \* tile_size="):
