@@ -10,7 +10,7 @@ from flexdilated import DilatedPattern, draw_pattern, reference
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.losses import draw_losses
 from flexdilated.draw.map import draw_attention_map
-from flexdilated.draw.pattern import CELLS, MAX_HEADS, cell_counts, draw, multiplicity, multiplicity_panels
+from flexdilated.draw.pattern import CELLS, cell_counts, draw, multiplicity, multiplicity_panels
 from tests.draw.layout import assert_apart, texts_of_panels
 
 THREE = DilatedPattern((5, 11, 17), (1, 2, 3))
@@ -48,7 +48,7 @@ def test_multiplicity_equals_the_weights_of_the_oracle(
         (THREE, 61, 12, True),
         (MANY, 61, 2, False),
         (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 7, True),
-        (DilatedPattern((5,), (2,)), 1, MAX_HEADS, False),
+        (DilatedPattern((5,), (2,)), 1, 37, False),
         (THREE, CELLS, 1, False),
     ],
 )

@@ -145,6 +145,7 @@ def run(weights: Path, *more: object) -> tuple[int, str, str]:
     return invoke("map-slide", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", *more)
 
 
+@pytest.mark.slow
 def test_map_slide_writes_pictures_and_tables(weights: Path) -> None:
     picture, table = weights.with_name("map.png"), weights.with_name("map.geojson")
     code, out, err = run(weights, f"--output={table}", "--tile=5")
@@ -181,6 +182,7 @@ def test_a_tile_is_asked_for_by_the_id_that_lazyslide_gave_it(weights: Path) -> 
     assert (code, err) == (2, "error: --tile must be a tile_id of the slide, got 99\n")
 
 
+@pytest.mark.slow
 def test_map_slide_lays_a_thumbnail_where_the_size_of_the_slide_is_known(weights: Path) -> None:
     from matplotlib.image import imsave
 
