@@ -4,7 +4,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.hub.transformers.models import (
     BATCH,
     DECODERS,
     DENSE,
-    INTERLEAVED,
     PATTERNS,
     RAGGED,
     TOKENS,
@@ -264,14 +262,6 @@ def test_compiled_model_refuses_positions_that_pack() -> None:
     position_ids = torch.cat([torch.arange(9), torch.arange(14)])[None]
     with torch.no_grad(), pytest.raises(RuntimeError, match="position_ids must be None, or not pack documents"):
         compiled(draw_tokens(1), position_ids=position_ids, use_cache=False)
-
-
-def test_saving_and_loading_keep_the_pattern(tmp_path: Path) -> None:
-    model, tokens = build("Llama", INTERLEAVED), draw_tokens()
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flexdilated")
-    assert DilatedPattern.from_dict(loaded.config.dilated_pattern) == INTERLEAVED
-    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
 
 
 def test_missing_and_malformed_patterns_are_refused() -> None:
