@@ -8,19 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.hub import gigapath
-from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model
+from flexdilated.hub.gigapath import LongNetViT
 from tests.commands import invoke
+from tests.hub.slides.tools import IN_CHANS, SIZE_OPTIONS, load
 from tests.tolerances import SINGLE, assert_twice_naive
 
-EMBED, DEPTH, IN_CHANS, TILES = 64, 2, 7, 53
-# Segments of 1024, 362, 128, 45 and 16 tokens at 1024 pixels of 256: most are ragged.
-SIZES = {"tile_size": 256, "slide_ngrids": 29, "max_wsi_size": 1024}
-
-
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "tiny", (EMBED, DEPTH))
+TILES = 53
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
 @pytest.fixture
@@ -32,24 +26,8 @@ def slide(tmp_path: Path) -> tuple[Tensor, Tensor]:
     return x, coords
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    model = create_model(None, "tiny", IN_CHANS, **SIZES)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    torch.save({"model": model.state_dict()}, tmp_path / "slide_encoder.pth")
-    return tmp_path / "slide_encoder.pth"
-
-
-def load(weights: Path, **options: Any) -> LongNetViT:
-    model = create_model(None, "tiny", IN_CHANS, **{**SIZES, **options}).eval()
-    gigapath.load_weights(model, weights)
-    return model
-
-
 def run(tiles: object, *arguments: object) -> tuple[int, str, str]:
-    sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
-    fixed = ["--arch=tiny", f"--in-chans={IN_CHANS}", "--device=cpu", "--tile-size-level0=256", *sizes]
+    fixed = ["--arch=tiny", f"--in-chans={IN_CHANS}", "--device=cpu", "--tile-size-level0=256", *SIZE_OPTIONS]
     return invoke("encode-slide", tiles, *fixed, *arguments)
 
 

@@ -17,31 +17,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.hub import gigapath
-from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model
+from flexdilated.hub.gigapath import LongNetViT, create_model
 from flexdilated.hub.slides import encode
 from tests.commands import invoke
-from tests.hub.slides.tools import GRIDS, IN_CHANS, SIDE, WRITERS, draw_tiles, write_plain, write_trident
+from tests.hub.slides.tools import (
+    DEPTH,
+    EMBED,
+    IN_CHANS,
+    SIDE,
+    SIZE_OPTIONS,
+    SIZES,
+    WRITERS,
+    draw_tiles,
+    load,
+    write_plain,
+    write_trident,
+)
 from tests.tolerances import NAIVE_FACTOR, SINGLE
 
-EMBED, DEPTH = 64, 2
-# Segments of 1024, 362, 128, 45 and 16 tokens.
-SIZES = {"tile_size": 256, "slide_ngrids": GRIDS, "max_wsi_size": 1024}
+pytestmark = pytest.mark.usefixtures("tiny")
 COUNTS = {"a": 53, "b/c": 1, "d": 131, "e": 17, "f": 46}
-
-
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "tiny", (EMBED, DEPTH))
-
-
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    model = create_model(None, "tiny", IN_CHANS, **SIZES)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    torch.save({"model": model.state_dict()}, tmp_path / "slide_encoder.pth")
-    return tmp_path / "slide_encoder.pth"
 
 
 @pytest.fixture
@@ -53,19 +48,12 @@ def slides(tmp_path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     return drawn
 
 
-def load(weights: Path, **options: Any) -> LongNetViT:
-    model = create_model(None, "tiny", IN_CHANS, **{**SIZES, **options}).eval()
-    gigapath.load_weights(model, weights)
-    return model
-
-
 def arguments(folder: Path, weights: Path | None = None, *more: object) -> list[str]:
-    sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
     fixed = [
         "--arch=tiny",
         f"--in-chans={IN_CHANS}",
         "--device=cpu",
-        *sizes,
+        *SIZE_OPTIONS,
         f"--output={folder / 'out'}",
         f"--collect={folder / 'out.h5'}",
     ]

@@ -28,6 +28,7 @@ def test_version_and_help() -> None:
     assert "--tokens" in out
 
 
+@pytest.mark.slow
 def test_train_writes_goes_on_and_begins_anew(tmp_path: Path, text: Path) -> None:
     """One run by each of the options that say what to do with an earlier one; its text lies beside what it writes."""
     (tmp_path / "a.txt").write_bytes(text.read_bytes())
@@ -72,7 +73,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) ->
     assert (code, err.startswith("error: --resume must use the checkpoint's weights='")) == (2, True), err
 
 
-@pytest.mark.parametrize(("held", "tokens", "used"), [(2048.0, 37, 2048.0), (0.75, 48, 0.75), (0.75, 64, 1.0)])
+@pytest.mark.parametrize(("held", "tokens", "used"), [(0.75, 48, 0.75), (0.75, 64, 1.0)])
 def test_a_run_keeps_the_decay_of_positions_that_its_weights_learnt_unless_sequences_are_too_long(
     tmp_path: Path, text: Path, held: float, tokens: int, used: float
 ) -> None:
@@ -117,10 +118,8 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, text: Path, change:
         (["--resume"], "--resume must find a checkpoint, none in"),
         (["--dilation-rates=1"], "--dilation-rates must hold one rate per segment length=2, got (1,)"),
         (["--embed-dim=25"], "--embed-dim must be a multiple of 2 * --heads=4, got 25"),
-        (["--dtype=float8"], "Invalid value for '--dtype': "),
         (["--device=nothing"], "--device must be a device that torch can use here, got 'nothing'"),
         (["--tokens=5000"], "--text must hold at least 10002 bytes for --tokens 5000, got 4545"),
-        (["--text=/nowhere"], "Invalid value for '--text': "),
         (["--output=/dev/null/run"], "/dev/null/run/dilated must be a file that can be read or written, got: Not a directory"),
     ],
 )

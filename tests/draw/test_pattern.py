@@ -10,7 +10,7 @@ from flexdilated import DilatedPattern, draw_pattern, reference
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.losses import draw_losses
 from flexdilated.draw.map import draw_attention_map
-from flexdilated.draw.pattern import CELLS, MAX_HEADS, cell_counts, draw, multiplicity, multiplicity_panels
+from flexdilated.draw.pattern import CELLS, cell_counts, draw, multiplicity, multiplicity_panels
 from tests.draw.layout import assert_apart, texts_of_panels
 
 THREE = DilatedPattern((5, 11, 17), (1, 2, 3))
@@ -46,9 +46,9 @@ def test_multiplicity_equals_the_weights_of_the_oracle(
     ("pattern", "num_tokens", "num_heads", "is_causal"),
     [
         (THREE, 61, 12, True),
-        (MANY, 251, 2, False),
+        (MANY, 61, 2, False),
         (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 7, True),
-        (DilatedPattern((5,), (2,)), 1, MAX_HEADS, False),
+        (DilatedPattern((5,), (2,)), 1, 37, False),
         (THREE, CELLS, 1, False),
     ],
 )
@@ -77,9 +77,17 @@ def test_picture_shows_the_multiplicity_of_each_head() -> None:
         assert f"head {head}: offsets {offsets}" in axes.get_title()
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("size", [2, 7, 61, 100])
-@pytest.mark.parametrize("pattern", [THREE, MANY, DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped")])
+@pytest.mark.parametrize(
+    ("pattern", "size", "is_causal"),
+    [
+        (THREE, 2, True),
+        (THREE, 61, False),
+        (MANY, 7, True),
+        (MANY, 2, False),
+        (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 7, False),
+        (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 100, True),
+    ],
+)
 def test_cells_hold_the_sum_over_their_pairs(pattern: DilatedPattern, size: int, is_causal: bool) -> None:
     pairs = multiplicity(pattern, 61, 16, is_causal=is_causal)
     starts = np.arange(0, 61, size)

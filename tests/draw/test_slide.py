@@ -42,7 +42,7 @@ def test_every_tile_has_the_colour_of_its_weight() -> None:
     from matplotlib import colormaps
     from matplotlib.colors import to_rgba
 
-    coords = tissue(37, 29)
+    coords = tissue(23, 19)
     weights = 10 ** (-4 * torch.rand(len(coords), dtype=torch.float64))
     weights[5] = 0.0
     figure = draw_slide_map(weights, coords, tile_size=SIDE)
@@ -52,7 +52,7 @@ def test_every_tile_has_the_colour_of_its_weight() -> None:
         value = 1 + (weight / largest).log10() / np.log10(DECADES)
         expected = to_rgba(UNSEEN) if weight == 0 else colormaps["cividis"](float(value.clamp(0, 1)))
         np.testing.assert_allclose(at(figure, *(corner + SIDE / 2).tolist()), expected, atol=0.01)
-    hole = (torch.tensor([37 * 0.35, 29 * 0.4]) * SIDE).tolist()
+    hole = (torch.tensor([23 * 0.35, 19 * 0.4]) * SIDE).tolist()
     assert at(figure, *hole)[3] == 0.0
     figure.canvas.draw()
     assert_apart(figure, [*figure.legends, *figure.texts])

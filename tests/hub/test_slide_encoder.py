@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexdilated import DilatedPattern, reference
 from flexdilated.hub.gigapath import LongNetViT, tile_positions
-from flexdilated.ordering import ORDERS
 from tests.tolerances import EXACT, NAIVE_FACTOR
 
 IN_CHANS, EMBED, HEADS, DEPTH = 7, 24, 3, 3
@@ -80,17 +79,11 @@ def test_slide_encoder_equals_its_formula(global_pool: bool) -> None:
         torch.testing.assert_close(actual, pool(state), **EXACT)
     (out,) = model(x, coords)
     torch.testing.assert_close(out, pool(norm(states[-1], model.encoder.layer_norm)), **EXACT)
-
-
-def test_slide_encoder_returns_the_tokens_that_it_pools() -> None:
-    model = encoder_model(global_pool=True)
-    x, coords = draw_slides(2)
-    states = hidden_states(model, x, coords)
     for actual, state in zip(model(x, coords, True, return_tokens=True), states):
         torch.testing.assert_close(actual, state, **EXACT)
     (tokens,) = model(x, coords, return_tokens=True)
     torch.testing.assert_close(tokens, norm(states[-1], model.encoder.layer_norm), **EXACT)
-    torch.testing.assert_close(model.pool(tokens), model(x, coords)[0], **EXACT)
+    torch.testing.assert_close(model.pool(tokens), out, **EXACT)
 
 
 def test_tile_positions_equal_their_formula() -> None:
@@ -181,16 +174,6 @@ def test_slides_with_padding_give_what_each_gives_alone(global_pool: bool) -> No
         torch.testing.assert_close(model.pool(layer, mask), expected, **EXACT)
 
 
-def test_slides_without_padding_give_what_each_gives_alone() -> None:
-    model = encoder_model()
-    x, coords = draw_slides(3)
-    (out,) = model(x, coords)
-    (masked,) = model(x, coords, padding_mask=torch.zeros(3, TILES, dtype=torch.bool))
-    assert torch.equal(out, masked)
-    for b in range(3):
-        torch.testing.assert_close(out[b : b + 1], model(x[b : b + 1], coords[b : b + 1])[0], **EXACT)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -255,12 +238,13 @@ def test_slide_encoder_is_initialised_as_the_original() -> None:
     assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.2)  # 160 samples: the standard error is 6 %
 
 
-@pytest.mark.parametrize("order", [None, *ORDERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [None, "hilbert"])
 def test_compiles_as_one_graph_for_any_number_of_tiles(order: str | None) -> None:
-    model = encoder_model(order=order)
-    graphs = CompileCounterWithBackend("aot_eager")
+    model = encoder_model(order=order, depth=1)
+    graphs = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
-    for count in (40, 57, 71, 72):
+    for count in (40, 57, 72):
         x, coords = draw_slides(1, count)
         torch.testing.assert_close(compiled(x, coords)[0], model(x, coords)[0], **EXACT)
     with pytest.raises(RuntimeError, match=r"coords must lie in \[0, slide_ngrids \* tile_size="):

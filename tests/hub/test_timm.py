@@ -80,8 +80,7 @@ def options_of(module: nn.Module) -> dict[str, Any]:
     return {"rope": torch.randn(TOKENS - module.num_prefix_tokens, 2 * width, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(("is_fused", "is_causal"), [(True, False), (False, True)])
 @pytest.mark.parametrize("name", MODULES)
 def test_dense_pattern_equals_timm_with_gradients(name: str, is_fused: bool, is_causal: bool) -> None:
     module = randomize(MODULES[name]())
@@ -112,69 +111,35 @@ def test_pattern_equals_the_formula_over_the_reference() -> None:
     torch.testing.assert_close(TimmAttention(module, PATTERN)(x), module.proj(out.flatten(2)), **EXACT)
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "vit": (
-        lambda: timm.models.VisionTransformer(
-            img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5, reg_tokens=2, class_token=True
-        ),
-        (3, 20, 20),
-    ),
-    "vit, pooled by its mean": (
-        lambda: timm.models.VisionTransformer(
-            img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, class_token=False, global_pool="avg", qk_norm=True
-        ),
-        (3, 20, 20),
-    ),
-    "eva": (
-        lambda: timm.models.Eva(img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, use_rot_pos_emb=True),
-        (3, 20, 20),
-    ),
-    "rope": (
-        lambda: timm.models.Eva(
-            img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, use_rot_pos_emb=True, attn_type="rope", num_reg_tokens=4
-        ),
-        (3, 20, 20),
-    ),
-    "relative": (
-        lambda: VisionTransformerRelPos(
-            img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5, rel_pos_type="bias", class_token=True
-        ),
-        (3, 20, 20),
-    ),
-    "relative, shared": (
-        lambda: VisionTransformerRelPos(
-            img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5, shared_rel_pos=True
-        ),
-        (3, 20, 20),
-    ),
-    "beit": (
-        lambda: beit.Beit(
-            img_size=20,
-            patch_size=4,
-            embed_dim=24,
-            depth=2,
-            num_heads=3,
-            num_classes=5,
-            use_rel_pos_bias=True,
-            use_shared_rel_pos_bias=True,
-        ),
-        (3, 20, 20),
-    ),
-    "torchvision": (
-        lambda: torchvision.models.VisionTransformer(
-            image_size=20, patch_size=4, num_layers=2, num_heads=3, hidden_dim=24, mlp_dim=37, num_classes=5
-        ),
-        (3, 20, 20),
-    ),
+SIZES = {"img_size": 20, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+SHAPE = (3, 20, 20)
+OTHER_NAMES = {
+    "image_size": 20,
+    "patch_size": 4,
+    "num_layers": 2,
+    "num_heads": 3,
+    "hidden_dim": 24,
+    "mlp_dim": 37,
+    "num_classes": 5,
+}
+ViT, Eva = timm.models.VisionTransformer, timm.models.Eva
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "vit": partial(ViT, reg_tokens=2, class_token=True, **SIZES),
+    "vit, pooled by its mean": partial(ViT, class_token=False, global_pool="avg", qk_norm=True, **SIZES),
+    "eva": partial(Eva, use_rot_pos_emb=True, **SIZES),
+    "rope": partial(Eva, use_rot_pos_emb=True, attn_type="rope", num_reg_tokens=4, **SIZES),
+    "relative": partial(VisionTransformerRelPos, rel_pos_type="bias", class_token=True, **SIZES),
+    "relative, shared": partial(VisionTransformerRelPos, shared_rel_pos=True, **SIZES),
+    "beit": partial(beit.Beit, use_rel_pos_bias=True, use_shared_rel_pos_bias=True, **SIZES),
+    "torchvision": partial(torchvision.models.VisionTransformer, **OTHER_NAMES),
 }
 
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_converted_model_equals_the_model_under_a_dense_pattern(name: str, grad: bool) -> None:
-    build, shape = MODELS[name]
-    model = randomize(build()).eval()
-    x = torch.randn(BATCH, *shape, dtype=torch.float64)
+    model = randomize(MODELS[name]()).eval()
+    x = torch.randn(BATCH, *SHAPE, dtype=torch.float64)
     with torch.set_grad_enabled(grad):
         expected = model(x)
         dense, dilated = convert(copy.deepcopy(model), DENSE), convert(copy.deepcopy(model), PATTERN)
@@ -185,7 +150,7 @@ def test_converted_model_equals_the_model_under_a_dense_pattern(name: str, grad:
 
 
 def test_converted_model_keeps_its_optimizer_hooks_names_and_mode() -> None:
-    model = randomize(MODELS["vit"][0]())
+    model = randomize(MODELS["vit"]())
     model.blocks[1].attn.eval()
     names, seen = list(model.state_dict()), []
     model.blocks[0].attn.qkv.register_forward_hook(lambda *_: seen.append(1))
@@ -202,7 +167,7 @@ def test_converted_model_keeps_its_optimizer_hooks_names_and_mode() -> None:
 
 @pytest.mark.parametrize("name", ["eva", "relative", "beit"])
 def test_converted_model_compiles(name: str) -> None:
-    model = convert(randomize(MODELS[name][0]()).eval(), PATTERN)
+    model = convert(randomize(MODELS[name]()).eval(), PATTERN)
     x = torch.randn(BATCH, 3, 20, 20, dtype=torch.float64)
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x), **EXACT)
 
@@ -219,8 +184,7 @@ def test_dropout_and_causality_are_those_that_are_asked_for() -> None:
 
 @pytest.mark.parametrize("name", ["vit", "rope", "relative"])
 def test_order_counts_patches_along_the_curve_and_leaves_the_tokens_before_them(name: str) -> None:
-    build, shape = MODELS[name]
-    model, images = randomize(build()).eval(), torch.randn(BATCH, *shape, dtype=torch.float64)
+    model, images = randomize(MODELS[name]()).eval(), torch.randn(BATCH, *SHAPE, dtype=torch.float64)
     order, start = grid_order((5, 5)), model.num_prefix_tokens
     assert start == {"vit": 3, "rope": 5, "relative": 1}[name]
     dense = convert(copy.deepcopy(model), DENSE, order=order)
@@ -298,7 +262,7 @@ def test_convert_rejects_a_mesh() -> None:
 
 
 def test_convert_rejects_orders_that_no_layer_can_follow() -> None:
-    model = MODELS["torchvision"][0]()
+    model = MODELS["torchvision"]()
     with pytest.raises(
         NotImplementedError, match=r"^order must be None where '\S+' is an nn.MultiheadAttention, got an order; reorder"
     ):
@@ -314,10 +278,9 @@ def test_convert_rejects_orders_that_no_layer_can_follow() -> None:
         ordered(rows().float())
 
 
-SIZES = {"img_size": 20, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
 RESIZED: dict[str, Callable[..., nn.Module]] = {
-    "vit": partial(timm.models.VisionTransformer, **SIZES),
-    "eva": partial(timm.models.Eva, use_rot_pos_emb=True, **SIZES),
+    "vit": partial(ViT, **SIZES),
+    "eva": MODELS["eva"],
     "beit, own tables": partial(beit.Beit, use_rel_pos_bias=True, **SIZES),
     "beit, shared table": partial(beit.Beit, use_shared_rel_pos_bias=True, **SIZES),
     "relpos, own tables": partial(VisionTransformerRelPos, rel_pos_type="bias", **SIZES),

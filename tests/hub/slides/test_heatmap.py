@@ -66,8 +66,7 @@ def draw_marked(num_tiles: int, place: float, size: int) -> tuple[torch.Tensor, 
 
 
 # As for 1,500, 3,000 and 10,000 tiles under the published segments, which `scale` divides like the tiles.
-@pytest.mark.parametrize("num_tiles", [1_500, 3_000, 10_000])
-@pytest.mark.parametrize("place", [0.02, 0.3, 0.6, 0.97])
+@pytest.mark.parametrize(("num_tiles", "place"), [(1_500, 0.97), (3_000, 0.02), (3_000, 0.6), (10_000, 0.3)])
 def test_relevance_finds_marked_tiles_anywhere_in_the_file(num_tiles: int, place: float) -> None:
     scale = 8
     model = finds_marked_tiles(scale)
@@ -146,6 +145,7 @@ def run(weights: Path, *more: object) -> tuple[int, str, str]:
     return invoke("map-slide", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", *more)
 
 
+@pytest.mark.slow
 def test_map_slide_writes_pictures_and_tables(weights: Path) -> None:
     picture, table = weights.with_name("map.png"), weights.with_name("map.geojson")
     code, out, err = run(weights, f"--output={table}", "--tile=5")
@@ -182,6 +182,7 @@ def test_a_tile_is_asked_for_by_the_id_that_lazyslide_gave_it(weights: Path) -> 
     assert (code, err) == (2, "error: --tile must be a tile_id of the slide, got 99\n")
 
 
+@pytest.mark.slow
 def test_map_slide_lays_a_thumbnail_where_the_size_of_the_slide_is_known(weights: Path) -> None:
     from matplotlib.image import imsave
 

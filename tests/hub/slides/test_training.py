@@ -178,12 +178,12 @@ def test_packs_hold_every_slide_once_in_order() -> None:
 
 @pytest.mark.slow
 def test_fine_tuning_learns_what_a_mean_of_tiles_cannot() -> None:
-    slides = make_slides(600, side=SIDE)
-    test, train = slides[:200], slides[200:]
+    slides = make_slides(420, side=SIDE)
+    test, train = slides[:120], slides[120:]
     model = SlideClassifier(encoder(LONG), 2, tune="all").train()
-    losses = fit(model, train, epochs=6, learning_rate=3e-3, token_budget=256)
+    losses = fit(model, train, epochs=3, learning_rate=6e-3, token_budget=128)
     assert losses[-1] < 0.8 * losses[0]
-    assert accuracy(model, test) > 0.65  # 200 coins show 0.65 once in 100,000 times
+    assert accuracy(model, test) > 0.75  # 120 coins show 0.75 once in 10 million times
     # The best linear reader of the mean of tiles, and of their squares.
     means = torch.stack([torch.cat([slide.x.mean(0), slide.x.square().mean(0)]) for slide in slides])
     labels = torch.tensor([slide.label for slide in slides])
@@ -192,12 +192,12 @@ def test_fine_tuning_learns_what_a_mean_of_tiles_cannot() -> None:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(reader(means[200:]), labels[200:]) + 1e-3 * reader.weight.square().sum()
+        loss = F.cross_entropy(reader(means[120:]), labels[120:]) + 1e-3 * reader.weight.square().sum()
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    assert (reader(means[:200]).argmax(-1) == labels[:200]).double().mean() < 0.6
+    assert (reader(means[:120]).argmax(-1) == labels[:120]).double().mean() < 0.65
 
 
 def test_the_label_lies_beyond_short_segments() -> None:
@@ -235,6 +235,7 @@ def test_a_frozen_encoder_stays_as_it_is() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+@pytest.mark.slow
 def test_adapters_alone_are_trained() -> None:
     model = SlideClassifier(encoder(LONG), 2, tune="lora").train()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

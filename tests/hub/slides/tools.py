@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import torch
 from torch import Tensor
+
+from flexdilated.hub import gigapath
+from flexdilated.hub.gigapath import LongNetViT, create_model
 
 IN_CHANS, GRIDS, SIDE = 7, 29, 512  # tiles of 256 pixels at magnification 20 of slides that were scanned at 40
 
@@ -179,3 +183,15 @@ SAYS_SIZE, SAYS_MAGNIFICATION = (
         *("trident", "slide2vec", "slide2vec_npz", "lazyslide", "stamp", "mussel"),
     },
 )
+
+
+EMBED, DEPTH = 64, 2
+# Segments of 1024, 362, 128, 45 and 16 tokens at 1024 pixels of 256.
+SIZES = {"tile_size": 256, "slide_ngrids": GRIDS, "max_wsi_size": 1024}
+SIZE_OPTIONS = [f"--{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
+
+
+def load(weights: Path, **options: Any) -> LongNetViT:
+    model = create_model(None, "tiny", IN_CHANS, **{**SIZES, **options}).eval()
+    gigapath.load_weights(model, weights)
+    return model

@@ -85,13 +85,13 @@ def _survey(model_type: str) -> Finding:
         made_of = ", ".join(f"{name}: {getattr(default, name).model_type}" for name in sorted(parts))
         return Finding("parts", made_of if _refuses_whole(config_class) else f"{made_of}; what is its own was not tried")
     found, errors = None, []
-    for sizes in _attempts(model_type, default):
+    for sizes in attempts(model_type, default):
         try:
-            model = _build(config_class, model_class, sizes, None)
+            model = build(config_class, model_class, sizes, None)
         except Exception as error:
             errors.append(error)
             continue
-        for inputs in _inputs(model_type, model):
+        for inputs in inputs_of(model_type, model):
             try:
                 expected = _run(model, inputs)
             except Exception as error:
@@ -119,7 +119,7 @@ def _survey(model_type: str) -> Finding:
             with contextlib.suppress(Exception):
                 # Of the dense model no window is changed, and no type of layer: to have the same outputs is to be the same model.
                 others = {name: value for name, value in changed.items() if name not in WINDOWS}
-                dense = _run(_build(config_class, model_class, sizes, None, others), inputs)
+                dense = _run(build(config_class, model_class, sizes, None, others), inputs)
                 other = _compare(config_class, model_class, sizes, inputs, dense, narrow | changed)
                 if other.result == "runs":
                     shown = ", ".join(f"{name}={'LONGEST' if value is LONGEST else value}" for name, value in changed.items())
@@ -145,8 +145,8 @@ def _compare(
     fields: dict[str, Any],
 ) -> Finding:
     try:
-        out = _run(_build(config_class, model_class, sizes, DENSE, fields), inputs)
-        other = _run(_build(config_class, model_class, sizes, DILATED, fields), inputs)
+        out = _run(build(config_class, model_class, sizes, DENSE, fields), inputs)
+        other = _run(build(config_class, model_class, sizes, DILATED, fields), inputs)
     except Exception as error:
         raised = traceback.extract_tb(error.__traceback__)[-1].filename
         is_ours = f"{os.sep}flexdilated{os.sep}" in raised and isinstance(error, ValueError | TypeError | NotImplementedError)
@@ -178,7 +178,7 @@ def _refuses_whole(config_class: Any) -> bool:
     return False
 
 
-def _attempts(model_type: str, default: Any) -> Iterator[dict[str, Any]]:
+def attempts(model_type: str, default: Any) -> Iterator[dict[str, Any]]:
     """Sizes to try: tiny, tiny in other proportions, and at last the library's own with fewer layers and experts."""
     known = default.to_dict()
     own = OWN_SIZES.get(model_type, {})
@@ -211,7 +211,7 @@ def _roped(known: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {**rope, "mrope_section": [first, half // 3, half // 3]}}
 
 
-def _inputs(model_type: str, model: Any) -> Iterator[dict[str, Any]]:
+def inputs_of(model_type: str, model: Any) -> Iterator[dict[str, Any]]:
     """Inputs to try, by the names that `forward` has."""
     if model_type in OWN_INPUTS:
         yield OWN_INPUTS[model_type](model.config)
@@ -233,7 +233,7 @@ def _model_class(model_type: str) -> Any:
     return getattr(transformers, name if isinstance(name, str) else name[0], None)
 
 
-def _build(
+def build(
     config_class: Any, model_class: Any, sizes: dict[str, Any], pattern: DilatedPattern | None, fields: dict[str, Any] | None = None
 ) -> Any:
     config = config_class(**sizes)

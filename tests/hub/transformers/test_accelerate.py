@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,6 @@ from tests.hub.transformers.models import INTERLEAVED, RAGGED, VOCAB, build, lon
 TOKENS, BATCH, STEPS = 34, 2, 3
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    ranks = Ranks(2, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.kill()
 
 
 def models(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -109,7 +102,8 @@ def test_training_equals_one_process(pair: Ranks, tmp_path: Path) -> None:
 def compare_training(rank: int, mesh: DeviceMesh, folder: Path) -> None:
     parts = batches()
     here = [tokens[BATCH * rank :][:BATCH] for tokens in parts]
-    for name, whole in models().items():
+    for name in ("Llama, tied", "LongNet", "LongNet, untied"):
+        whole = models()[name]
         accelerator = accelerator_of(rank)
         sharded = copy.deepcopy(whole)
         sharded, optimizer = accelerator.prepare(sharded, optimizer_of(sharded))
@@ -201,7 +195,8 @@ def test_all_ranks_get_the_weights_of_the_first(pair: Ranks, tmp_path: Path) -> 
 def compare_loading(rank: int, mesh: DeviceMesh, folder: Path) -> None:
     parts = batches()
     here = [tokens[BATCH * rank :][:BATCH] for tokens in parts]
-    for name, whole in models().items():
+    for name in ("Llama, tied", "LongNet"):
+        whole = models()[name]
         if rank == 0:
             whole.save_pretrained(folder / name)
         dist.barrier()

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import Ranks
 from tests.tolerances import EXACT, SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
@@ -120,11 +121,11 @@ def test_all_heads_and_modules_that_differ_from_their_config_need_no_place() -> 
 
 
 @pytest.mark.ranks
-def test_tensor_parallel_models_equal_one_process(tmp_path: Path) -> None:
-    run_ranks(compare_with_one_process, 2, tmp_path, str(tmp_path))
+def test_tensor_parallel_models_equal_one_process(pair: Ranks, tmp_path: Path) -> None:
+    pair.run(compare_with_one_process, tmp_path)
 
 
-def compare_with_one_process(rank: int, folder: str) -> None:
+def compare_with_one_process(rank: int, _: DeviceMesh, folder: Path) -> None:
     from transformers.distributed import DistributedConfig
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
@@ -149,7 +150,7 @@ def compare_with_one_process(rank: int, folder: str) -> None:
             head_dim=8,
         )
         one = transformers.AutoModelForCausalLM.from_config(hub.set_pattern(config, pattern)).eval()
-        path = f"{folder}/{name}_{kv_heads}_{len(plan)}"
+        path = folder / f"{name}_{kv_heads}_{len(plan)}"
         one.save_pretrained(path)  # the first rank writes
         torch.distributed.barrier()
         sharding = {"tp_plan": plan, "tp_size": 2}

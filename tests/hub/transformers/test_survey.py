@@ -20,10 +20,7 @@ SAMPLE = {
     "mimo_v2_flash": "runs",  # values are wider than keys
     "mistral": "runs with",
     "gpt_oss": "runs with",  # sinks
-    "swin": "refused",  # by its layers
-    "bart": "refused",  # by its config
     "hy_v4": "refused",
-    "falcon": "refused",  # by its source
     "resnet": "refused",
     "sam_vision_model": "refused",
     "llava": "parts",

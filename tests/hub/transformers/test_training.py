@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hub.transformers.models import BATCH, TOKENS, build, draw_tokens, longnet
+from tests.hub.transformers.models import build, draw_tokens, longnet
 from tests.tolerances import SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
@@ -72,19 +72,3 @@ def test_adapters_change_the_outputs_and_train() -> None:
     assert (trained - before).abs().max() > 1e-3
     torch.testing.assert_close(adapted.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight, frozen)
     torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, trained, **SINGLE)
-
-
-def test_accelerate_prepares_and_trains() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
-    model = longnet().train()
-    accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    tokens = torch.randint(256, (BATCH, TOKENS))
-    losses = []
-    for _ in range(3):
-        loss = model(tokens, labels=tokens).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
