@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -79,6 +79,12 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
         zero_padding=draw(st.booleans()),
         detach_weights=draw(st.booleans()),
     )
+
+
+def unshifted(pattern: DilatedPattern) -> DilatedPattern:
+    """A pattern that ranks compute: with zero keys, each segment length is rounded up to a multiple of its rate."""
+    lengths = tuple(w + -w % r if pattern.zero_padding else w for w, r in pattern.branches)
+    return replace(pattern, segment_lengths=lengths)
 
 
 def least_heads(pattern: DilatedPattern) -> int:

@@ -203,12 +203,16 @@ def test_a_float_mask_is_refused() -> None:
         portable(program)
 
 
-def test_dropout_documents_and_shifts_are_refused() -> None:
+def test_shifted_positions_are_portable_for_a_static_length() -> None:
+    model, x = Attention(DilatedPattern.torchscale((11,), (4,))).eval(), draw("layer", 1)
+    torch.testing.assert_close(portable(torch.export.export(model, (x,))).module()(x), model(x), **SINGLE)
+
+
+def test_dropout_and_documents_are_refused() -> None:
     x = draw("layer", 1)
     for model, message in (
         (Attention(dropout_p=0.5), "dropout_p must be 0"),
         (Attention(cu_seqlens=torch.tensor([0, 5, 43])), "cu_seqlens must be None"),
-        (Attention(DilatedPattern.torchscale((11,), (4,))), "pattern must have rates that divide its segments"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             portable(torch.export.export(model.eval(), (x,)))

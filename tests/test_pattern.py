@@ -18,8 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexdilated.core.pattern
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.core import boundaries, pattern_svg
-from flexdilated.core.pattern import BACKWARD, FORWARD, Branch, num_kept
+from flexdilated.core import boundaries, branch, pattern_svg
+from flexdilated.core.branch import Segments, num_kept
+from flexdilated.core.pattern import BACKWARD, FORWARD
 from tests.cases import least_heads, patterns
 
 # -- presets ------------------------------------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def test_pattern_is_frozen() -> None:
 def test_pattern_takes_any_iterable_of_integers_and_holds_tuples() -> None:
     pattern = DilatedPattern(iter([7, 13]), range(1, 3))  # type: ignore[arg-type]
     assert (pattern.segment_lengths, pattern.dilation_rates) == ((7, 13), (1, 2))
-    assert pattern.branches == (Branch(7, 1), Branch(13, 2))
+    assert pattern.branches == (Segments(7, 1), Segments(13, 2))
 
 
 @given(patterns())
@@ -99,7 +100,7 @@ def test_a_pickle_made_under_the_earlier_path_loads() -> None:
     assert pickle.loads(pickled.replace(b"flexdilated.core.pattern", b"flexdilated.pattern")) == pattern
 
 
-@pytest.mark.parametrize("module", [flexdilated.core.pattern, boundaries, pattern_svg])
+@pytest.mark.parametrize("module", [flexdilated.core.pattern, boundaries, branch, pattern_svg])
 def test_pattern_module_and_what_it_imports_import_the_standard_library_only(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
     roots = set()
@@ -108,7 +109,7 @@ def test_pattern_module_and_what_it_imports_import_the_standard_library_only(mod
             roots |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            if node.module in (boundaries.__name__, pattern_svg.__name__):
+            if node.module in (boundaries.__name__, branch.__name__, pattern_svg.__name__):
                 continue
             roots.add((node.module or "").split(".")[0])
     assert roots <= sys.stdlib_module_names
@@ -167,7 +168,7 @@ def test_pattern_rejects(lengths: object, rates: object, options: dict[str, obje
 
 
 def test_pattern_accepts_the_smallest_branch_and_a_rate_as_long_as_its_segment() -> None:
-    assert DilatedPattern((1, 13), (1, 13)).branches == (Branch(1, 1), Branch(13, 13))
+    assert DilatedPattern((1, 13), (1, 13)).branches == (Segments(1, 1), Segments(13, 13))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])

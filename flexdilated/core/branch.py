@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 
 class Segments(NamedTuple):
     """A branch that cuts the sequence in segments, of which each head keeps every r-th token."""
@@ -36,11 +33,11 @@ class Kept(NamedTuple):
 
     def keeps(self, position: Any) -> Any:
         """Whether a position is kept."""
-        return remainder(remainder(position, self.length), self.rate) == self.offset
+        return position % self.length % self.rate == self.offset
 
     def joins(self, query: Any, key: Any) -> Any:
         """Whether a query and a key, not causal, are kept in one segment."""
-        joined = quotient(query, self.length) == quotient(key, self.length)
+        joined = query // self.length == key // self.length
         if isinstance(self.rate, int) and self.rate == 1:
             return joined
         return joined & self.keeps(query) & self.keeps(key)
@@ -89,20 +86,6 @@ def segments_among(branches: Iterable[object], consumer: str) -> tuple[Segments,
             raise NotImplementedError(f"{consumer} must get branches of kind Segments, got a branch of kind {kind}: {branch}")
         found.append(branch)
     return tuple(found)
-
-
-def quotient(x: Any, n: Any) -> Any:
-    """`x // n`, also for a tensor x whose dtype does not hold the integer n: torch would wrap n."""
-    return torch.where(x < 0, -1, 0) if _is_beyond(n, x) else x // n
-
-
-def remainder(x: Any, n: Any) -> Any:
-    """`x % n` for x of at least 0, also for a tensor x whose dtype does not hold the integer n."""
-    return x if _is_beyond(n, x) else x % n
-
-
-def _is_beyond(n: Any, x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(n, Tensor) and bool(n > torch.iinfo(x.dtype).max)
 
 
 def num_kept(length: int, rate: int, offset: int) -> int:

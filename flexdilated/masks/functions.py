@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.branch import Kept, remainder
+from flexdilated.core.branch import Kept
 from flexdilated.core.checks import check_losses
 from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.core.pieces import plan_pieces, shifted_branches, uncached
@@ -108,8 +108,14 @@ class _Clause(NamedTuple):
 
     def joins(self, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Whether both positions are kept by a head, in one segment."""
+        h, q_idx, kv_idx = (_holding(x, self.length) for x in (h, q_idx, kv_idx))
         joined: Tensor = Kept(self.length, self.rate, self.offset(h)).joins(q_idx, kv_idx)
         return joined if self.has_every_head else joined & (h >= self.heads.start) & (h < self.heads.stop)
+
+
+def _holding(x: Tensor, length: int) -> Tensor:
+    """`x` in a dtype that holds a segment length: torch would wrap the length."""
+    return x if length <= torch.iinfo(x.dtype).max else x.long()
 
 
 def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
@@ -121,7 +127,7 @@ def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
         if pattern.offsets == "blocked":
             sharing = -(-num_heads // rate)
             return lambda h: h // sharing
-        return lambda h: remainder(h, rate)
+        return lambda h: h % rate
 
     found = []
     for i, (length, rate) in enumerate(pattern.segments("masks")):

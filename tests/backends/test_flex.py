@@ -569,13 +569,18 @@ def test_refuses_to_train_on_a_cpu() -> None:
         dilated_attention(x, x, x, PATTERN, backend="flex", return_lse=True)
 
 
-def test_refuses_zero_keys_and_shifts() -> None:
+def test_refuses_zero_keys() -> None:
     x = torch.randn(1, 13, 2, 16)
     with pytest.raises(NotImplementedError, match=r"must add no zero keys at 13 tokens for backend='flex' on CPU"):
         dilated_attention(x, x, x, DilatedPattern.torchscale((6,), (2,)), backend="flex")
-    for length, rate in ((5, 2), (12, 7)):  # of 12 and 1 tokens all that shifts is the last output: behind the end
-        with pytest.raises(NotImplementedError, match=r"must not shift positions for backend='flex'"):
-            dilated_attention(x, x, x, DilatedPattern.torchscale((length,), (rate,)), is_causal=True, backend="flex")
+
+
+def test_shifted_positions_equal_the_reference() -> None:
+    x = torch.randn(1, 13, 2, 16)
+    for length, rate in ((5, 2), (12, 7)):  # of 12 and 1 tokens only the last output shifts, and falls after the end
+        pattern = DilatedPattern.torchscale((length,), (rate,))
+        actual, expected = (dilated_attention(x, x, x, pattern, is_causal=True, backend=name) for name in ("flex", "reference"))
+        torch.testing.assert_close(actual, expected)
 
 
 # -- what "auto" prefers ----------------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import piece_loop
 from flexdilated.core.call import documents
+from flexdilated.core.pattern import encode
 from tests.cases import Case, differentiate
 from tests.distributed.processes import run_ranks
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
-SHIFTED = DilatedPattern.torchscale((11, 23), (3, 5))
+PADDED = DilatedPattern.torchscale((12, 25), (3, 5))
 
 
 def attend(case: Case, **options: object) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -35,7 +36,7 @@ def attend(case: Case, **options: object) -> Callable[[Tensor, Tensor, Tensor], 
     [
         Case(PATTERN, batch=3, group=2, ignored=0.3),
         Case(PATTERN, is_causal=True, borders=(0, 13, 13, 43)),
-        Case(SHIFTED, batch=2, is_causal=True),
+        Case(PADDED, batch=2, is_causal=True),
         Case(DilatedPattern((5, 11), (2, 3), heads="grouped"), batch=3),
     ],
     ids=["gqa_mask", "documents", "shifted", "grouped"],
@@ -55,7 +56,7 @@ def test_documents_are_first_tokens_and_sizes() -> None:
 # -- memory -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", [PATTERN, SHIFTED], ids=["exact", "detached"])
+@pytest.mark.parametrize("pattern", [PATTERN, PADDED], ids=["exact", "detached"])
 def test_backward_keeps_only_q_k_v_out_and_lse(pattern: DilatedPattern) -> None:
     q, k, v, _, _ = Case(pattern, group=2).tensors()
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -163,7 +164,7 @@ def test_dropout_is_off_by_default_and_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("pattern", [PATTERN, SHIFTED], ids=["exact", "detached"])
+@pytest.mark.parametrize("pattern", [PATTERN, PADDED], ids=["exact", "detached"])
 def test_dropout_leaves_lse_alone(pattern: DilatedPattern) -> None:
     q, k, v, _, _ = Case(pattern).tensors()
     _, lse = dilated_attention(q, k, v, pattern, return_lse=True)
@@ -249,17 +250,16 @@ CASES = [
     Case(PATTERN, batch=2, group=2, is_causal=True),
     Case(PATTERN, batch=2, ignored=0.3),
     Case(PATTERN, borders=(0, 13, 43)),
-    Case(SHIFTED, batch=2),
+    Case(PADDED, batch=2),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck's own, torch 2.15
-@pytest.mark.parametrize("case", CASES, ids=["gqa_causal", "mask", "documents", "shifted"])
+@pytest.mark.parametrize("case", CASES, ids=["gqa_causal", "mask", "documents", "zero_keys"])
 def test_operators_keep_pytorch_s_contract(case: Case) -> None:
     q, k, v, _, _ = case.tensors(torch.float32)
     options = case.options()
     mask, cu_seqlens = options.get("key_padding_mask"), options.get("cu_seqlens")
-    rules = [getattr(case.pattern, name) for name in ("heads", "offsets", "zero_padding", "detach_weights")]
     torch.library.opcheck(
         torch.ops.flexdilated.mixture.default,
         (
@@ -267,9 +267,7 @@ def test_operators_keep_pytorch_s_contract(case: Case) -> None:
             mask,
             cu_seqlens,
             None,
-            case.pattern.segment_lengths,
-            case.pattern.dilation_rates,
-            *rules,
+            encode(case.pattern),
             case.is_causal,
             0.5,
             0.0,

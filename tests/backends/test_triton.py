@@ -25,9 +25,9 @@ from flexdilated.backends.math import MATH
 from flexdilated.backends.triton import engine
 from flexdilated.backends.triton.groups import Group
 from flexdilated.backends.triton.tiles import Tiles, padded
+from flexdilated.core.branch import ceil_div
 from flexdilated.core.call import Call
 from flexdilated.core.lse import for_backward
-from flexdilated.core.pattern import ceil_div
 from flexdilated.core.pieces import plan_pieces
 from tests.backends import interpreter
 from tests.cases import Case, calls, differentiate, poisoned_memory, run_engine, run_plain, run_reference
@@ -485,9 +485,7 @@ def test_launches_do_not_grow_with_documents(monkeypatch: pytest.MonkeyPatch) ->
         launches.append(len(counts))
         programs.append(sum(counts))
         tile = launch.tiles_of("attend", (8, 0), 16, 4).queries
-        assert programs[-1] == sum(
-            piece.segments * piece.offsets * piece.heads * ceil_div(piece.out_rows, tile) for piece in pieces
-        )
+        assert programs[-1] == sum(piece.segments * piece.offsets * piece.heads * ceil_div(piece.rows, tile) for piece in pieces)
     assert launches == [2, 2]
 
 
@@ -561,7 +559,7 @@ def test_a_warm_up_launches_what_a_capture_compiles(
 
 def test_numbers_of_a_table_may_pass_32_bits() -> None:
     """Tokens, and steps from segment to segment."""
-    far = PIECE._replace(token=3 << 31, out_token=5 << 31, segment_stride=7 << 31, out_segment_stride=9 << 31)
+    far = PIECE._replace(token=3 << 31, segment_stride=7 << 31)
     tiles, lanes = np.array([[2, 3], [5, 7]])
     planned = launch._over(None, groups._group([far, PIECE]).each, tiles, lanes, (), {}, Tiles(16, 16, 4, 2))
     assert planned.table is not None

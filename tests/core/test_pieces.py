@@ -24,23 +24,17 @@ from flexdilated.core.pieces import (
     unfold,
     view_parts,
 )
-from tests.cases import least_heads, patterns
+from tests.cases import least_heads, patterns, unshifted
 
 
-def softmaxes(piece: Piece) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(head, source tokens, output tokens) of each softmax of a piece, as the fields of `Piece` are documented."""
+def softmaxes(piece: Piece) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(head, tokens) of each softmax of a piece, as the fields of `Piece` are documented."""
     for s in range(piece.segments):
         for c in range(piece.offsets):
             for j in range(piece.heads):
                 head = piece.head + c * piece.offset_head_step + j * piece.head_step
-                source = piece.token + s * piece.segment_stride + c
-                output = piece.out_token + s * piece.out_segment_stride + c
-                rows = range(piece.rows - piece.zero_row)
-                yield (
-                    head,
-                    tuple(source + row * piece.row_stride for row in rows),
-                    tuple(output + row * piece.row_stride for row in range(piece.out_rows)),
-                )
+                first = piece.token + s * piece.segment_stride + c
+                yield head, tuple(first + row * piece.row_stride for row in range(piece.rows))
 
 
 @st.composite
@@ -66,19 +60,17 @@ def test_plan_holds_each_kept_segment_of_each_branch_and_head_once(
                     expected[head, kept] += bool(kept)
     found: Counter[tuple[int, tuple[int, ...]]] = Counter()
     for piece in plan_pieces(pattern, documents, num_heads, is_causal):
-        assert (piece.zero_row, piece.zero_keys) == (False, 0)
-        for head, sources, outputs in softmaxes(piece):
-            assert outputs == sources
-            found[head, sources] += 1
+        assert piece.zero_keys == 0
+        found.update(softmaxes(piece))
     assert found == +expected
 
 
 @given(patterns(), st.integers(1, 43), st.integers(1, 11), st.booleans())
-def test_plan_of_zero_padding_has_torchscale_s_keys_and_output_positions(
+def test_plan_of_zero_padding_has_torchscale_s_keys(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool
 ) -> None:
     num_heads = max(num_heads, least_heads(pattern))
-    pattern = DilatedPattern.from_dict({**pattern.to_dict(), "zero_padding": True})
+    pattern = unshifted(DilatedPattern.from_dict({**pattern.to_dict(), "zero_padding": True}))
     expected: Counter[tuple[object, ...]] = Counter()
     for i, (w, r) in enumerate(pattern.branches):
         w = min(w, num_tokens)
@@ -86,36 +78,28 @@ def test_plan_of_zero_padding_has_torchscale_s_keys_and_output_positions(
         for head in pattern.head_range(i, num_heads):
             for s in range(-(-num_tokens // w)):
                 rows = range(pattern.offset(i, head, num_heads), padded, r)
-                sources = tuple(s * w + j for j in rows if j < w and s * w + j < num_tokens)
-                outputs = tuple(s * padded + j for j in rows if s * padded + j < num_tokens)
-                # A query row without a source and a key has no keys but zeros, and its output is seen only if shifted.
-                expected[head, sources, outputs, None if is_causal else len(rows) - len(sources)] += bool(outputs)
+                tokens = tuple(s * w + j for j in rows if j < w and s * w + j < num_tokens)
+                expected[head, tokens, 0 if is_causal else len(rows) - len(tokens)] += bool(tokens)
     found: Counter[tuple[object, ...]] = Counter()
     pieces = plan_pieces(pattern, ((0, num_tokens),), num_heads, is_causal)
     for piece in pieces:
-        for head, sources, outputs in softmaxes(piece):
-            found[head, sources, outputs, None if is_causal else piece.zero_row + piece.zero_keys] += 1
-        assert not (is_causal and piece.zero_keys)
+        found.update((*softmax, piece.zero_keys) for softmax in softmaxes(piece))
     assert found == +expected
-    shifts = any(w < num_tokens and w % r for w, r in pattern.branches)
-    assert all(piece.holds_tokens_alone for piece in pieces) == (not shifts and not any(zeros for *_, zeros in +expected))
-    assert shifts or all(sources == outputs for _, sources, outputs, _ in found)
-    assert shifts or not any(piece.zero_row for piece in pieces)  # a row more for every kernel, which nobody would see
 
 
 @given(patterns(), documents(), st.integers(1, 11))
-def test_pieces_that_tile_come_first_and_hold_every_position_of_every_head_once(
+def test_pieces_that_cover_come_first_and_hold_every_position_of_every_head_once(
     pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int
 ) -> None:
     num_heads = max(num_heads, least_heads(pattern))
-    pieces = plan_pieces(pattern, documents, num_heads, False)
-    tiling = [piece for piece in pieces if piece.tiles]
-    assert list(pieces[: len(tiling)]) == tiling
+    pieces = plan_pieces(unshifted(pattern), documents, num_heads, False)
+    covering = [piece for piece in pieces if piece.covers]
+    assert list(pieces[: len(covering)]) == covering
     num_tokens = sum(size for _, size in documents)
-    found = Counter((head, token) for piece in tiling for head, _, outputs in softmaxes(piece) for token in outputs)
+    found = Counter((head, token) for piece in covering for head, tokens in softmaxes(piece) for token in tokens)
     everything = Counter((head, token) for head in range(num_heads) for token in range(num_tokens))
-    can_tile = pattern.heads == "all" and 1 in pattern.dilation_rates
-    assert found == (everything if can_tile else Counter())
+    can_cover = pattern.heads == "all" and 1 in pattern.dilation_rates
+    assert found == (everything if can_cover else Counter())
 
 
 @given(patterns(), st.integers(1, 43), st.data())
@@ -125,14 +109,14 @@ def test_plan_of_a_part_of_the_heads_is_that_part_and_has_views(
     num_heads = max(data.draw(st.integers(1, 11)), least_heads(pattern))
     first = data.draw(st.integers(0, num_heads - 1))
     within = range(first, data.draw(st.integers(first + 1, num_heads)))
-    documents = ((0, num_tokens),)
+    documents, pattern = ((0, num_tokens),), unshifted(pattern)
     whole, part = plan_pieces(pattern, documents, num_heads, False), plan_pieces(pattern, documents, num_heads, False, within)
     expected = Counter(softmax for piece in whole for softmax in softmaxes(piece) if softmax[0] in within)
-    found = Counter((first + head, sources, outputs) for piece in part for head, sources, outputs in softmaxes(piece))
+    found = Counter((first + head, tokens) for piece in part for head, tokens in softmaxes(piece))
     assert found == expected
     lse = torch.zeros(1, len(within), num_tokens).transpose(1, 2)[..., None]  # one token is one element further
     for piece in part:
-        box(lse, piece, output=True)
+        box(lse, piece)
 
 
 @pytest.mark.parametrize("segments", [range(1), range(1, 3), range(3, 5), range(4, 5), range(2, 2)], ids=str)
@@ -144,17 +128,9 @@ def test_a_part_of_the_segments_has_their_softmaxes_and_no_others(segments: rang
     assert sorted(some) == sorted(expected)
 
 
-def test_a_part_of_the_segments_tiles_nothing() -> None:
+def test_a_part_of_the_segments_covers_nothing() -> None:
     pieces = [*segment_pieces(DilatedPattern((7,), (1,)), 0, 0, 31, 5, False, segments=range(1, 3))]
-    assert [piece.tiles for piece in pieces] == [False]
-
-
-@pytest.mark.parametrize(("num_tokens", "moved"), [(5, False), (7, False), (8, True), (23, True)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_pieces_of_several_segments_say_that_outputs_move(num_tokens: int, moved: bool, is_causal: bool) -> None:
-    """Of 8 tokens all that is left is the first segment in its place: the output of the second falls behind the end."""
-    pieces = plan_pieces(DilatedPattern((7,), (5,), zero_padding=True), ((3, num_tokens),), 1, is_causal)
-    assert [(piece.moved, piece.holds_tokens_alone) for piece in pieces] == [(moved, not moved)] * len(pieces) != []
+    assert [piece.covers for piece in pieces] == [False]
 
 
 @pytest.mark.parametrize(
@@ -167,9 +143,11 @@ def test_neighbours_of_equal_length_share_boxes(sizes: list[int], boxes: int) ->
     assert len(plan_pieces(DilatedPattern((11,), (1,)), documents, 5, False)) == boxes
 
 
-def test_shifted_outputs_keep_boxes_of_their_own() -> None:
-    pieces = plan_pieces(DilatedPattern((7,), (5,), zero_padding=True), ((0, 8), (8, 8), (16, 8)), 1, False)
-    assert [(piece.token, piece.moved) for piece in pieces] == [(0, True), (8, True), (16, True)]
+def test_shifted_positions_have_no_pieces() -> None:
+    pattern = DilatedPattern((7,), (5,), zero_padding=True)
+    assert plan_pieces(pattern, ((0, 7), (7, 3)), 1, False)
+    with pytest.raises(NotImplementedError, match=r"^pattern must not shift positions here, got .* at 8 tokens"):
+        plan_pieces(pattern, ((0, 7), (7, 8)), 1, False)
 
 
 @pytest.mark.parametrize("sizes", [[3, 5] * 20, [5, 0, 3, 3] * 9, [1, 2, 3, 4, 5] * 3], ids=str)
@@ -261,7 +239,7 @@ LONGNET, GIGAPATH = DilatedPattern((128, 256, 512, 1024, 2048), (1, 2, 4, 6, 12)
         (DilatedPattern((8, 16), (1, 4), offsets="interleaved"), 2, 48, 8, 2, False, 1 + 8),
         (DilatedPattern((8, 16), (1, 4), offsets="interleaved"), 7, 53, 9, 1, False, None),
         (DilatedPattern((5, 7), (1, 2), heads="grouped"), 3, 35, 4, 2, True, None),
-        (DilatedPattern.torchscale((6, 10), (1, 4)), 4, 43, 8, 1, False, None),
+        (DilatedPattern.torchscale((6, 12), (1, 4)), 4, 43, 8, 1, False, None),
     ],
 )
 def test_parts_hold_every_row_once_as_views(
@@ -276,11 +254,11 @@ def test_parts_hold_every_row_once_as_views(
         found = []
         for part in view_parts(piece, batch, num_tokens, group, 3000, offsets_apart=apart):
             rows = box(x, piece, group=group)[part]
-            folded, boxed = fold(rows, rows.shape[5], offsets_apart=apart), box(x, piece, group=group, output=True)[part]
+            folded = fold(rows, offsets_apart=apart)
             assert folded.shape[0] <= 3000
             assert torch.equal(unfold(folded, rows), rows)
             found.append(rows.flatten())
-            for each in (rows, boxed, box(wide, piece, group=group)[part], box(keys, piece)[part]):
+            for each in (rows, box(wide, piece, group=group)[part], box(keys, piece)[part]):
                 assert fold_view(each, offsets_apart=apart) is not None
             count += 1
         assert torch.equal(torch.cat(found).sort()[0], box(x, piece, group=group).flatten().sort()[0])
@@ -290,26 +268,25 @@ def test_parts_hold_every_row_once_as_views(
 # -- views --------------------------------------------------------------------------------------------------------------------
 
 
-@given(patterns(), st.integers(1, 29), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.booleans())
+@given(patterns(), st.integers(1, 29), st.integers(1, 5), st.integers(1, 3), st.booleans())
 def test_box_is_a_view_of_the_rows_of_its_piece(
-    pattern: DilatedPattern, num_tokens: int, kv_heads: int, group: int, output: bool, strided: bool
+    pattern: DilatedPattern, num_tokens: int, kv_heads: int, group: int, strided: bool
 ) -> None:
     kv_heads = max(kv_heads, least_heads(pattern))
     shape = (2, num_tokens, kv_heads * group, 3)
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     if strided:  # another storage order, and a storage offset
         x = torch.stack([x, x], dim=1)[:, 1].transpose(1, 2).contiguous().transpose(1, 2)
-    for piece in plan_pieces(pattern, ((0, num_tokens),), kv_heads, False):
-        view = box(x, piece, group=group, output=True) if output else box(x, piece, group=group)
+    for piece in plan_pieces(unshifted(pattern), ((0, num_tokens),), kv_heads, False):
+        view = box(x, piece, group=group)
         assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         softmax = softmaxes(piece)
         for s in range(piece.segments):
             for c in range(piece.offsets):
                 for j in range(piece.heads):
-                    head, sources, outputs = next(softmax)
-                    tokens = list(outputs if output else sources)
+                    head, tokens = next(softmax)
                     heads = slice(head * group, (head + 1) * group)
-                    assert torch.equal(view[:, s, c, j], x[:, tokens, heads].transpose(1, 2))
+                    assert torch.equal(view[:, s, c, j], x[:, list(tokens), heads].transpose(1, 2))
 
 
 def test_fold_is_a_view_where_strides_allow_and_unfold_undoes_it() -> None:
@@ -317,16 +294,7 @@ def test_fold_is_a_view_where_strides_allow_and_unfold_undoes_it() -> None:
     for pattern in (DilatedPattern((12,), (1,)), DilatedPattern((36,), (4,))):  # one offset, one segment
         (piece,) = plan_pieces(pattern, ((0, 36),), 8, False)
         rows = box(x, piece)
-        folded = fold(rows, piece.rows)
+        folded = fold(rows)
         assert folded.shape == (piece.segments * piece.offsets, piece.heads, piece.rows, 3)
         assert folded.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         assert torch.equal(unfold(folded, rows), rows)
-
-
-def test_fold_fills_the_rows_that_a_slab_lacks() -> None:
-    (piece,) = plan_pieces(DilatedPattern((12,), (4,)), ((0, 36),), 8, False)
-    rows = box(torch.randn(2, 36, 8, 3), piece)
-    folded = fold(rows, piece.rows + 2, fill=-5.0)
-    assert folded.shape == (2 * 3 * 4, 2, 5, 3)
-    assert torch.equal(folded[:, :, 3:], torch.full((24, 2, 2, 3), -5.0))
-    assert torch.equal(unfold(folded, rows), rows)

@@ -17,7 +17,7 @@ from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.core.lse import accumulated
 from flexdilated.distributed.planner.message_rows import messages
 from flexdilated.distributed.planner.plan import ContextPlan, context_plan
-from tests.cases import Case, differentiate, least_heads, run_reference
+from tests.cases import Case, differentiate, least_heads, run_reference, unshifted
 from tests.tolerances import EXACT
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -85,7 +85,7 @@ def random_case(seed: int, num_ranks: int, *, longest: int = 90) -> ShardedCase:
     )
     head_dim = rng.choice([1, 3, 4])
     return ShardedCase(
-        pattern,
+        unshifted(pattern),
         shard_lengths=tuple(b - a for a, b in pairwise(cuts)),
         batch=batch,
         kv_heads=kv_heads,

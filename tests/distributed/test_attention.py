@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed.planner.plan import EXCHANGES
-from tests.cases import differentiate, poisoned_memory
+from tests.cases import differentiate, poisoned_memory, unshifted
 from tests.distributed.cases import ShardedCase, arguments, assert_expected, cut, expected_of, random_case, results, shards, simple
 from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly, one_size, several
 
@@ -63,8 +63,7 @@ def test_drawn_cases_cover_the_options(size: int) -> None:
 @several
 @pytest.mark.parametrize(("exchange", "is_causal"), [("gather", True), ("ring", False), ("heads", True), ("heads", False)])
 def test_every_exchange_moves_queries_too(ranks: Ranks, exchange: str, is_causal: bool) -> None:
-    """torchscale's rows shift, so that outputs belong to other ranks than their queries."""
-    case = replace(cut(ranks.world_size, is_causal=is_causal), pattern=DilatedPattern.torchscale((7, 16), (3, 5)))
+    case = replace(cut(ranks.world_size, is_causal=is_causal), pattern=DilatedPattern.torchscale((9, 20), (3, 5)))
     ranks.run(check_oracle, case, exchange)
 
 
@@ -73,7 +72,7 @@ def test_every_exchange_moves_queries_too(ranks: Ranks, exchange: str, is_causal
 def test_one_head_is_computed_by_several_ranks(ranks: Ranks, is_causal: bool, zero_padding: bool) -> None:
     """Its queries are dealt to all of them; each gets the keys that these see, and delivers outputs to their owners."""
     case = simple(ranks.world_size, kv_heads=1, group=1, is_causal=is_causal, ignored=0.2)
-    case = replace(case, pattern=replace(case.pattern, zero_padding=zero_padding))
+    case = replace(case, pattern=unshifted(replace(case.pattern, zero_padding=zero_padding)))
     plan = case.plan()
     parts = plan.parts("heads")
     parts = parts.where(plan.all_segments.branch[parts.segment] == 1)

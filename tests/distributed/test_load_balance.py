@@ -98,7 +98,7 @@ def test_ranks_take_parts_of_segments_that_they_hold_tokens_of(plan: ContextPlan
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for index, place, places, rank, low, high in zip(*(x.tolist() for x in parts)):
             assert assigned[index]
-            outputs = int(plan.all_segments.outputs[index])
+            outputs = int(plan.all_segments.size[index])
             assert places == 1 or (low, high) == (0, outputs)
             start, tokens = int(plan.all_segments.token[index]), int(plan.all_segments.size[index])
             assert rank in {owner(plan, token) for token in range(start, start + tokens)}
@@ -107,8 +107,8 @@ def test_ranks_take_parts_of_segments_that_they_hold_tokens_of(plan: ContextPlan
         for head, alike in cut.items():
             for index in range(begin, begin + len(alike)):
                 slots = sorted(found.pop((index, head), []))
-                outputs = int(plan.all_segments.outputs[index])
-                if assigned[index] and outputs:
+                outputs = int(plan.all_segments.size[index])
+                if assigned[index]:
                     assert slots[0][0] == 0
                     assert slots[-1][1] == outputs
                     assert all(a[1] == b[0] for a, b in pairwise(slots))

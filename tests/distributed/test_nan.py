@@ -92,5 +92,5 @@ def check_ignored(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str)
 @one_size
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_what_ignored_keys_of_any_rank_hold_has_no_effect(ranks: Ranks, exchange: str) -> None:
-    for is_causal, pattern in ((True, DilatedPattern((5, 22), (1, 3))), (False, DilatedPattern.torchscale((7, 16), (3, 5)))):
+    for is_causal, pattern in ((True, DilatedPattern((5, 22), (1, 3))), (False, DilatedPattern.torchscale((9, 20), (3, 5)))):
         ranks.run(check_ignored, replace(cut(ranks.world_size, ignored=0.3, is_causal=is_causal), pattern=pattern), exchange)

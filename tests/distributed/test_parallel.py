@@ -172,8 +172,7 @@ def test_random_cases_move_rows() -> None:
     assert sum(not case.plan().is_local for case in cases) >= 12
     for wanted in ("is_causal", "ignored", "borders"):
         assert any(getattr(case, wanted) for case in cases)
-    moved = [case for case in cases if traffic(case.plan(), "gather", "q")]
-    assert moved, "no case has outputs that move to another rank"
+    assert any(traffic(case.plan(), "heads", "q") for case in cases)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -25,7 +25,7 @@ def check_single(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) 
 @one_size
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_float32_equals_the_oracle(ranks: Ranks, exchange: str) -> None:
-    case = replace(cut(ranks.world_size, ignored=0.2), pattern=DilatedPattern.torchscale((7, 16, 41), (1, 5, 3)))
+    case = replace(cut(ranks.world_size, ignored=0.2), pattern=DilatedPattern.torchscale((7, 20, 42), (1, 5, 3)))
     ranks.run(check_single, case, exchange)
 
 

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod
+from flexdilated.core.pattern import encode
 from flexdilated.masks import block_mask
 from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.blocks import most_columns
@@ -113,8 +114,7 @@ def test_compiled_code_elsewhere_has_narrow_lists_and_those_of_queries_where_the
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_operator_gives_the_lists_of_a_side_in_the_shapes_that_it_says_beforehand(name: str, of_queries: bool) -> None:
     pattern = PATTERNS[name]
-    rules = (list(pattern.segment_lengths), list(pattern.dilation_rates), pattern.heads, pattern.offsets)
-    arguments = (*rules, 4, 2, 1030, True, True, CPU, of_queries)
+    arguments = (encode(pattern), 4, 2, 1030, True, True, CPU, of_queries)
     torch.library.opcheck(torch.ops.flexdilated.block_lists.default, arguments, test_utils="test_faketensor")
     counts, indices, full_counts, full_indices = torch.ops.flexdilated.block_lists(*arguments)
     eager = build(pattern, CPU, is_causal=True, narrows=False)

@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from torch import Tensor
 
 from flexdilated import DilatedPattern
+from flexdilated.core.branch import Kept
 from flexdilated.masks import blocks as listing
-from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
+from flexdilated.masks.blocks import BlockLists, Order, block_lists, head_branches, most_columns
 from tests.cases import least_heads
 
 ORDERS: tuple[Order, ...] = ("any", "before", "after")
@@ -55,7 +56,7 @@ def read(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     return listed
 
 
-def check(branches: tuple[HeadBranch, ...], num_tokens: int, sizes: tuple[int, int], order: Order) -> Tensor:
+def check(branches: tuple[Kept, ...], num_tokens: int, sizes: tuple[int, int], order: Order) -> Tensor:
     """The full blocks, once the lists of these branches hold what a look at all pairs finds."""
     return compare(block_lists(branches, num_tokens, *sizes, order), join(branches, num_tokens, order), sizes)
 
@@ -112,7 +113,7 @@ def test_lists_hold_the_blocks_that_a_look_at_all_pairs_finds(
 @pytest.mark.parametrize("sizes", [(8, 8), (3, 16), (16, 3), (1, 1)], ids=str)
 @pytest.mark.parametrize("rate", [17, 53, 101])
 def test_rates_larger_than_a_block_leave_blocks_out(rate: int, sizes: tuple[int, int], order: Order) -> None:
-    branches = (HeadBranch(101, rate, 7), HeadBranch(199, rate, 16))
+    branches = (Kept(101, rate, 7), Kept(199, rate, 16))
     full = check(branches, 200, sizes, order)
     assert full.any() == (sizes == (1, 1))
 
@@ -123,14 +124,14 @@ def test_no_branch_lists_nothing(order: Order) -> None:
 
 
 def test_lists_are_made_on_the_cpu_whatever_the_default_device() -> None:
-    branches = (HeadBranch(13, 1, 0), HeadBranch(29, 2, 1))
+    branches = (Kept(13, 1, 0), Kept(29, 2, 1))
     with torch.device("meta"):
         lists = block_lists(branches, 29, 5, 3, "any")
     compare(lists, join(branches, 29, "any"), (5, 3))
 
 
-@pytest.mark.parametrize("branches", [(), (HeadBranch(13, 1, 0), HeadBranch(29, 2, 1))], ids=["none", "two"])
-def test_lists_that_do_not_tell_full_blocks_hold_all_as_partial(branches: tuple[HeadBranch, ...]) -> None:
+@pytest.mark.parametrize("branches", [(), (Kept(13, 1, 0), Kept(29, 2, 1))], ids=["none", "two"])
+def test_lists_that_do_not_tell_full_blocks_hold_all_as_partial(branches: tuple[Kept, ...]) -> None:
     lists = block_lists(branches, 29, 5, 3, "any", separate_full=False)
     partial, full = look(join(branches, 29, "any"), 5, 3)
     assert full.any() == bool(branches)
@@ -150,14 +151,14 @@ def test_a_branch_is_worked_on_by_the_segments_that_rows_touch(length: int, rate
         return within(counts)
 
     with mock.patch.object(listing, "_within", counted):
-        runs = listing._runs(HeadBranch(length, rate, offset), 101, 16, 8, order)
+        runs = listing._runs(Kept(length, rate, offset), 101, 16, 8, order)
     assert looked == [len({(t // 16, t // length) for t in range(101)})]
     assert len(runs[0]) == len({(t // 16, t // length) for t in range(101) if t % length % rate == offset})
 
 
 def test_branches_of_a_head_are_distinct_and_cut_to_the_sequence() -> None:
     pattern = DilatedPattern((400, 7, 300, 7), (3, 1, 3, 1), offsets="interleaved")
-    assert head_branches(pattern, 4, 5, 101) == (HeadBranch(7, 1, 0), HeadBranch(101, 3, 1))
+    assert head_branches(pattern, 4, 5, 101) == (Kept(7, 1, 0), Kept(101, 3, 1))
 
 
 @pytest.mark.parametrize("sizes", [(8, 1), (16, 16), (3, 8), (32, 5)], ids=str)
@@ -175,14 +176,14 @@ def test_no_row_joins_more_columns_than_is_known_beforehand(lengths: tuple[int, 
 # -- blocks that only a dilated branch completes --------------------------------------------------------------------------------
 
 # Borders at 65 and 95 leave of the block of tokens 80..95 and 64..79 the one pair (95, 64); 66 and 95 leave (95, 64) and (95, 65).
-ONE_PAIR = (HeadBranch(65, 1, 0), HeadBranch(95, 1, 0)), (HeadBranch(128, 31, 2),)
-TWO_PAIRS = (HeadBranch(66, 1, 0), HeadBranch(95, 1, 0)), (HeadBranch(128, 31, 2), HeadBranch(128, 30, 5))
+ONE_PAIR = (Kept(65, 1, 0), Kept(95, 1, 0)), (Kept(128, 31, 2),)
+TWO_PAIRS = (Kept(66, 1, 0), Kept(95, 1, 0)), (Kept(128, 31, 2), Kept(128, 30, 5))
 
 
 @pytest.mark.parametrize(("order", "corners"), [("any", ((5, 4), (4, 5))), ("before", ((5, 4),)), ("after", ((4, 5),))])
 @pytest.mark.parametrize(("near", "dilated"), [ONE_PAIR, TWO_PAIRS], ids=["one_pair", "two_pairs"])
 def test_a_dilated_branch_completes_a_block_of_16(
-    near: tuple[HeadBranch, ...], dilated: tuple[HeadBranch, ...], order: Order, corners: tuple[tuple[int, int], ...]
+    near: tuple[Kept, ...], dilated: tuple[Kept, ...], order: Order, corners: tuple[tuple[int, int], ...]
 ) -> None:
     pairs = join(near, 128, "any")[80:96, 64:80]
     assert (~pairs).sum() == len(dilated)
@@ -200,12 +201,12 @@ def test_a_pattern_has_a_block_that_a_dilated_branch_completes() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=str)
 def test_dilated_branches_alone_fill_a_tiny_block(sizes: tuple[int, int], order: Order) -> None:
-    branches = (HeadBranch(13, 2, 0), HeadBranch(13, 3, 0))  # 6 sees 8 by rate 2 and 9 by rate 3
+    branches = (Kept(13, 2, 0), Kept(13, 3, 0))  # 6 sees 8 by rate 2 and 9 by rate 3
     full = check(branches, 13, sizes, order)
     assert full[(6, 4) if sizes == (1, 2) else (4, 6)].item() == (order != ("before" if sizes == (1, 2) else "after"))
 
 
-def looks(branches: tuple[HeadBranch, ...], num_tokens: int, sizes: tuple[int, int], order: Order) -> list[Tensor]:
+def looks(branches: tuple[Kept, ...], num_tokens: int, sizes: tuple[int, int], order: Order) -> list[Tensor]:
     """What is asked of the definition while these lists are made: whole blocks as (blocks, rows, columns)."""
     asked = []
     joined = listing._joined
@@ -222,19 +223,19 @@ def looks(branches: tuple[HeadBranch, ...], num_tokens: int, sizes: tuple[int, i
 @pytest.mark.parametrize(
     "branches",
     [
-        (HeadBranch(13, 1, 0), HeadBranch(29, 1, 0)),
-        (HeadBranch(13, 3, 0), HeadBranch(29, 4, 3)),
-        (HeadBranch(13, 1, 0), HeadBranch(26, 1, 0), HeadBranch(61, 2, 1)),
+        (Kept(13, 1, 0), Kept(29, 1, 0)),
+        (Kept(13, 3, 0), Kept(29, 4, 3)),
+        (Kept(13, 1, 0), Kept(26, 1, 0), Kept(61, 2, 1)),
     ],
     ids=["rate_1", "dilated", "nested"],
 )
-def test_no_pair_is_looked_at_where_no_dilated_branch_can_complete_a_block(branches: tuple[HeadBranch, ...]) -> None:
+def test_no_pair_is_looked_at_where_no_dilated_branch_can_complete_a_block(branches: tuple[Kept, ...]) -> None:
     assert not looks(branches, 61, (5, 7), "any")
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_of_blocks_that_rate_1_leaves_those_with_all_four_corners_are_looked_at(order: Order) -> None:
-    near, dilated = (HeadBranch(7, 1, 0), HeadBranch(11, 1, 0)), (HeadBranch(61, 2, 0), HeadBranch(58, 3, 1))
+    near, dilated = (Kept(7, 1, 0), Kept(11, 1, 0)), (Kept(61, 2, 0), Kept(58, 3, 1))
     pairs = join(near + dilated, 187, order)
     corners = [pairs[i : i + 3 : 2, j : j + 4 : 3].all() for i in range(0, 186, 3) for j in range(0, 184, 4)]
     _, full = look(join(near, 187, order), 3, 4)
@@ -245,7 +246,7 @@ def test_of_blocks_that_rate_1_leaves_those_with_all_four_corners_are_looked_at(
 
 @pytest.mark.parametrize("pairs", [1, 5, 6])
 def test_whole_blocks_are_looked_at_as_many_together_as_memory_is_meant_for(pairs: int) -> None:
-    branches = (HeadBranch(13, 2, 0), HeadBranch(13, 3, 0))
+    branches = (Kept(13, 2, 0), Kept(13, 3, 0))
     with mock.patch.object(listing, "PAIRS", pairs):
         *most, last = (each.numel() for each in looks(branches, 13 * 20, (1, 2), "any") if each.ndim == 3)
     assert set(most) == {2 * max(1, pairs // 2)}
@@ -253,9 +254,9 @@ def test_whole_blocks_are_looked_at_as_many_together_as_memory_is_meant_for(pair
 
 
 @st.composite
-def head_branch(draw: st.DrawFn) -> HeadBranch:
+def head_branch(draw: st.DrawFn) -> Kept:
     rate = draw(st.sampled_from((1, 1, 1, 2, 2, 3, 4)))
-    return HeadBranch(draw(st.integers(1, 60)), rate, draw(st.integers(0, rate - 1)))
+    return Kept(draw(st.integers(1, 60)), rate, draw(st.integers(0, rate - 1)))
 
 
 @pytest.mark.slow
@@ -267,7 +268,7 @@ def head_branch(draw: st.DrawFn) -> HeadBranch:
     st.sampled_from(ORDERS),
 )
 def test_many_branches_fill_tiny_blocks_together(
-    branches: list[HeadBranch], num_tokens: int, sizes: tuple[int, int], order: Order
+    branches: list[Kept], num_tokens: int, sizes: tuple[int, int], order: Order
 ) -> None:
     check(tuple(branches), num_tokens, sizes, order)
 

@@ -1,0 +1,50 @@
+"""torchscale's shifted positions, by inserted zero tokens, against the definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexdilated import DilatedPattern, dilated_attention
+from tests.cases import Case, differentiate, run_engine, run_reference
+from tests.tolerances import EXACT
+
+TORCHSCALE = DilatedPattern.torchscale((7, 16, 31), (3, 5, 2))
+CASES = {
+    "plain": Case(TORCHSCALE, num_tokens=41, kv_heads=3),
+    "causal": Case(TORCHSCALE, num_tokens=41, kv_heads=3, is_causal=True),
+    "exact gradient": Case(replace(TORCHSCALE, detach_weights=False), num_tokens=37, kv_heads=5, batch=2),
+    "one branch": Case(DilatedPattern.torchscale((7,), (5,)), num_tokens=23, kv_heads=2),
+    "one shifts": Case(DilatedPattern.torchscale((6, 16), (3, 5)), num_tokens=29, kv_heads=4),
+    "mask": Case(TORCHSCALE, num_tokens=41, kv_heads=3, batch=2, ignored=0.3),
+    "documents": Case(TORCHSCALE, num_tokens=43, kv_heads=3, borders=(0, 5, 12, 12, 43)),
+    "shared keys": Case(TORCHSCALE, num_tokens=29, kv_heads=2, group=3, is_causal=True),
+    "interleaved": Case(replace(TORCHSCALE, offsets="interleaved"), num_tokens=41, kv_heads=7),
+    "grouped": Case(replace(TORCHSCALE, heads="grouped"), num_tokens=41, kv_heads=5, group=2),
+    "grouped, causal": Case(replace(TORCHSCALE, heads="grouped", detach_weights=False), num_tokens=41, kv_heads=3, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shifted_positions_equal_the_definition(name: str) -> None:
+    for actual, expected in zip(run_engine(CASES[name], "sdpa", torch.float64), run_reference(CASES[name]), strict=True):
+        torch.testing.assert_close(actual, expected, **EXACT)
+
+
+def test_shifted_positions_compile_for_every_length() -> None:
+    case = CASES["mask"]
+    run = lambda q, k, v: dilated_attention(q, k, v, TORCHSCALE, return_lse=True)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (41, 53):
+        tensors = replace(case, num_tokens=num_tokens).tensors()
+        for actual, expected in zip(differentiate(compiled, *tensors), differentiate(run, *tensors), strict=True):
+            torch.testing.assert_close(actual, expected, **EXACT)
+
+
+def test_shifted_documents_are_rejected_in_compiled_code() -> None:
+    x, borders = torch.randn(1, 43, 3, 4), torch.tensor([0, 5, 43])
+    run = torch.compile(lambda: dilated_attention(x, x, x, TORCHSCALE, cu_seqlens=borders), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"cu_seqlens must come without zero_padding=True and a rate that does not divide its segm"):
+        run()
