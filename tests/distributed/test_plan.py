@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
 from flexdilated.core.pieces import Piece
@@ -283,7 +283,7 @@ def test_rows_that_travel_are_those_that_outputs_need_and_their_rank_lacks(plan:
             assert listed(plan, exchange, kind, rank, sent=True) == sent
 
 
-@pytest.mark.slow
+@settings(max_examples=40)
 @given(plans())
 def test_rows_are_counted_at_both_ends_exactly_or_at_most(plan: ContextPlan) -> None:
     for exchange in EXCHANGES:
@@ -514,7 +514,7 @@ def received_rows(plan: ContextPlan, exchange: str, kind: str, *, returned: bool
     return rows
 
 
-@pytest.mark.slow
+@settings(max_examples=40)
 @given(plans(), SIZES)
 def test_bytes_and_buffers_are_those_of_the_rows(plan: ContextPlan, sizes: dict[str, Any]) -> None:
     element, group, dim = sizes["batch"] * sizes["itemsize"], plan.group, sizes["head_dim"]
