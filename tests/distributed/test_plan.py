@@ -564,11 +564,8 @@ BFLOAT16 = {"head_dim": 64, "itemsize": 2}
 MILLION = 1 << 20
 
 
-def test_choice_is_gather_where_nothing_travels() -> None:
+def test_choice_is_whole_heads_for_a_segment_of_many_ranks_and_gather_for_two_or_none() -> None:
     assert cost_model.choose(plan_of(DilatedPattern((64,), (4,)), 512, 8, 4), budget=0, **BFLOAT16) == "gather"
-
-
-def test_choice_is_whole_heads_for_a_segment_of_many_ranks_and_gather_for_two() -> None:
     wide = plan_of(DilatedPattern((512,), (1,)), 512, 8, 8)
     assert cost_model.choose(wide, budget=1 << 40, **BFLOAT16) == "heads"
     two = plan_of(DilatedPattern((128,), (1,)), 512, 8, 8)
