@@ -116,30 +116,25 @@ def test_tracing_calls_nobody(ranks: Ranks) -> None:
 def check_compiled_backward(rank: int, mesh: DeviceMesh) -> None:
     """A compiler that meets the backward alone orders its calls too."""
     torch._dynamo.reset()
-    whole = torch.randn(1, 43, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole, *grads = torch.randn(5, 1, 43, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     given: dict[str, Any] = {"mesh": mesh, "shard_lengths": (40, 3)}
 
-    def attended(x: Tensor, **given: Any) -> Tensor:
-        parts = [x @ TURN, x @ TURN.mT]
-        return sum(
-            dilated_attention(y, y, y, DilatedPattern((8 + i, 43), (1, 2)), **given).square().sum() for i, y in enumerate(parts)
-        )  # type: ignore[return-value]
-
-    def together(x: Tensor, **given: Any) -> Tensor:
-        parts = [unshard_sequence(y, **given, reduce_gradients=True) if given else y for y in (x @ TURN, x @ TURN.mT)]
-        return sum((i * y * y.roll(1, 1)).mean() for i, y in enumerate(parts, 1))  # type: ignore[return-value]
+    def outputs(x: Tensor, **given: Any) -> list[Tensor]:
+        turned = [x @ TURN, x @ TURN.mT]
+        attended = [dilated_attention(y, y, y, DilatedPattern((8 + i, 43), (1, 2)), **given) for i, y in enumerate(turned)]
+        return attended + [unshard_sequence(y, **given, reduce_gradients=True) if given else y for y in turned]
 
     x, y = shard_sequence(whole, **given).clone().requires_grad_(), whole.clone().requires_grad_()
-    out = attended(x, **given) + together(x, **given)
+    outs = outputs(x, **given)
     names = ("context_parallel", "context_parallel_backward", "unshard", "unshard_backward")
     operators = [getattr(torch.ops.flexdilated, name).default for name in names]
     for each in operators:
         lowering.lowerings.pop(each, None)
     collective_order._unordered.extend(operators)
     with compiled_autograd._enable(torch.compile(backend="inductor", fullgraph=True)):
-        out.backward()
+        torch.autograd.backward(outs, [*shard_sequence(grads[:2], **given), *grads[2:]])
     assert not collective_order._unordered
-    (attended(y) + mesh.size() * together(y)).backward()
+    torch.autograd.backward(outputs(y), [*grads[:2], *(mesh.size() * grad for grad in grads[2:])])
     torch.testing.assert_close(x.grad, shard_sequence(y.grad, **given), **EXACT)
 
 
