@@ -24,9 +24,6 @@ from flexdilated.distributed.planner import cost_model
 from tests.distributed.processes import Ranks, exactly
 from tests.tolerances import EXACT
 
-# Between the calls stand products, for which inductor compiles no kernel: that would take most of the time.
-TURN = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64).kron(torch.eye(4, dtype=torch.float64))
-
 
 def check_compiled_without_tokens(rank: int, mesh: DeviceMesh) -> None:
     """A compiler may leave out what gives nothing: not calls that other ranks wait for, in a forward or a backward."""
@@ -36,19 +33,19 @@ def check_compiled_without_tokens(rank: int, mesh: DeviceMesh) -> None:
     cut = partial(shard_sequence, **given)
 
     def attend(x: Tensor, **given: Any) -> Any:
-        x = x @ TURN
-        return dilated_attention(x, x, x, DilatedPattern((4, 7), (1, 2)), **given) @ TURN
+        x = x.sin()  # not a product: of nothing it is left out, and the call before it with it
+        return dilated_attention(x, x, x, DilatedPattern((4, 7), (1, 2)), **given).cos()
 
     def together(x: Tensor) -> Tensor:
         options = {**given, "reduce_gradients": True}
-        return unshard_sequence(x @ TURN, **options) @ gather_tokens(x.flatten(2), torch.tensor([3]), **options).view(2, 8).mT
+        return unshard_sequence(x.sin(), **options) @ gather_tokens(x.flatten(2), torch.tensor([3]), **options).view(2, 8).mT
 
     with torch.no_grad():
         out = torch.compile(attend, fullgraph=True)(cut(whole).clone(), **given)
     torch.testing.assert_close(out, cut(attend(whole)), **EXACT)
     x, y = cut(whole).clone().requires_grad_(), whole.clone().requires_grad_()
     loss = torch.compile(together, fullgraph=True)(x).square().sum()
-    expected = (y @ TURN @ y[0, 3].mT).square().sum()
+    expected = (y.sin() @ y[0, 3].mT).square().sum()
     loss.backward(), expected.backward()
     torch.testing.assert_close(loss, expected, **EXACT)
     torch.testing.assert_close(x.grad, mesh.size() * cut(y.grad), **EXACT)
@@ -58,6 +55,10 @@ def check_compiled_without_tokens(rank: int, mesh: DeviceMesh) -> None:
 @exactly(2)
 def test_calls_of_a_rank_without_tokens_are_compiled(ranks: Ranks) -> None:
     ranks.run(check_compiled_without_tokens)
+
+
+# Between the calls stand products, for which inductor compiles no kernel: that would take most of the time.
+TURN = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64).kron(torch.eye(4, dtype=torch.float64))
 
 
 def check_recomputed(rank: int, mesh: DeviceMesh, backend: str) -> None:
@@ -115,30 +116,25 @@ def test_tracing_calls_nobody(ranks: Ranks) -> None:
 def check_compiled_backward(rank: int, mesh: DeviceMesh) -> None:
     """A compiler that meets the backward alone orders its calls too."""
     torch._dynamo.reset()
-    whole = torch.randn(1, 43, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole, *grads = torch.randn(5, 1, 43, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     given: dict[str, Any] = {"mesh": mesh, "shard_lengths": (40, 3)}
 
-    def attended(x: Tensor, **given: Any) -> Tensor:
-        parts = [x @ TURN, x @ TURN.mT]
-        return sum(
-            dilated_attention(y, y, y, DilatedPattern((8 + i, 43), (1, 2)), **given).square().sum() for i, y in enumerate(parts)
-        )  # type: ignore[return-value]
-
-    def together(x: Tensor, **given: Any) -> Tensor:
-        parts = [unshard_sequence(y, **given, reduce_gradients=True) if given else y for y in (x @ TURN, x @ TURN.mT)]
-        return sum((i * y * y.roll(1, 1)).mean() for i, y in enumerate(parts, 1))  # type: ignore[return-value]
+    def outputs(x: Tensor, **given: Any) -> list[Tensor]:
+        turned = [x @ TURN, x @ TURN.mT]
+        attended = [dilated_attention(y, y, y, DilatedPattern((8 + i, 43), (1, 2)), **given) for i, y in enumerate(turned)]
+        return attended + [unshard_sequence(y, **given, reduce_gradients=True) if given else y for y in turned]
 
     x, y = shard_sequence(whole, **given).clone().requires_grad_(), whole.clone().requires_grad_()
-    out = attended(x, **given) + together(x, **given)
+    outs = outputs(x, **given)
     names = ("context_parallel", "context_parallel_backward", "unshard", "unshard_backward")
     operators = [getattr(torch.ops.flexdilated, name).default for name in names]
     for each in operators:
         lowering.lowerings.pop(each, None)
     collective_order._unordered.extend(operators)
     with compiled_autograd._enable(torch.compile(backend="inductor", fullgraph=True)):
-        out.backward()
+        torch.autograd.backward(outs, [*shard_sequence(grads[:2], **given), *grads[2:]])
     assert not collective_order._unordered
-    (attended(y) + mesh.size() * together(y)).backward()
+    torch.autograd.backward(outputs(y), [*grads[:2], *(mesh.size() * grad for grad in grads[2:])])
     torch.testing.assert_close(x.grad, shard_sequence(y.grad, **given), **EXACT)
 
 

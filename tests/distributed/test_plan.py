@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
 from flexdilated.core.pieces import Piece
@@ -258,7 +258,7 @@ def test_rows_that_travel_are_those_that_outputs_need_and_their_rank_lacks(plan:
             assert listed(plan, exchange, kind, rank, sent=True) == sent
 
 
-@pytest.mark.slow
+@settings(max_examples=40)
 @given(plans())
 def test_rows_are_counted_at_both_ends_exactly_or_at_most(plan: ContextPlan) -> None:
     for exchange in EXCHANGES:
@@ -467,7 +467,7 @@ def received_rows(plan: ContextPlan, exchange: str, kind: str, *, returned: bool
     return rows
 
 
-@pytest.mark.slow
+@settings(max_examples=40)
 @given(plans(), SIZES)
 def test_bytes_and_buffers_are_those_of_the_rows(plan: ContextPlan, sizes: dict[str, Any]) -> None:
     element, group, dim = sizes["batch"] * sizes["itemsize"], plan.group, sizes["head_dim"]
@@ -519,11 +519,8 @@ MILLION = 1 << 20
 GIGAPATH = replace(DilatedPattern.gigapath(), zero_padding=False)  # whose zero keys shift positions at this length
 
 
-def test_choice_is_gather_where_nothing_travels() -> None:
+def test_choice_is_whole_heads_for_a_segment_of_many_ranks_and_gather_for_two_or_none() -> None:
     assert cost_model.choose(plan_of(DilatedPattern((64,), (4,)), 512, 8, 4), budget=0, **BFLOAT16) == "gather"
-
-
-def test_choice_is_whole_heads_for_a_segment_of_many_ranks_and_gather_for_two() -> None:
     wide = plan_of(DilatedPattern((512,), (1,)), 512, 8, 8)
     assert cost_model.choose(wide, budget=1 << 40, **BFLOAT16) == "heads"
     two = plan_of(DilatedPattern((128,), (1,)), 512, 8, 8)

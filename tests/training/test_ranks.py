@@ -33,7 +33,6 @@ from tests.distributed import processes
 from tests.training import runs
 
 DEADLINE = 900.0  # of a command, for a machine that is busy
-PATIENCE = 30  # seconds of a group of which a rank gives no sign
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32 losses after some steps
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
