@@ -20,8 +20,6 @@ from flexdilated.backends import crossovers
 from tests.cases import Case, calls, differentiate
 from tests.tolerances import EXACT, SINGLE
 
-pytestmark = pytest.mark.slow  # each graph takes the tracer a second or more
-
 PATTERN = DilatedPattern((5, 13), (1, 3))
 VOCAB, WIDTH, HEADS, FFN = 29, 24, 4, 31
 LENGTHS = (29, 43, 37, 17, 23, 7, 31, 11, 53, 19)
@@ -89,7 +87,12 @@ def outputs_and_gradients(function: Callable[..., Any], x: tuple[Tensor, ...], o
 
 
 # Every call in training, and every mode with some call: each graph takes the tracer a second.
-GRID = [*((call, "train") for call in CALLS if call != "causal"), ("causal", "half_train"), ("mask", "half"), ("lse", "inference")]
+GRID = [
+    *(pytest.param(call, "train", marks=pytest.mark.slow) for call in CALLS if call != "causal"),
+    pytest.param("causal", "half_train", marks=pytest.mark.slow),
+    ("mask", "half"),
+    pytest.param("lse", "inference", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("call", "mode"), GRID, ids=lambda name: name)
@@ -112,6 +115,7 @@ def test_compiled_attention_equals_eager_for_every_length_in_two_graphs(call: st
     assert len(set(counts[1:])) == 1
 
 
+@pytest.mark.slow
 def test_numbers_may_change_from_call_to_call() -> None:
     def attend(*x: Tensor, **options: Any) -> Any:
         return dilated_attention(*x, PATTERN, **options)
@@ -124,6 +128,7 @@ def test_numbers_may_change_from_call_to_call() -> None:
             torch.testing.assert_close(a, e, **SINGLE)
 
 
+@pytest.mark.slow
 @settings(max_examples=3)
 @given(
     case=calls(),
@@ -185,6 +190,7 @@ def seeded(call: Callable[..., Any], *x: Any) -> Any:
 MODULE_GRID = [("longnet", "train"), ("xpos", "train"), ("rotary", "inference")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), MODULE_GRID, ids=lambda name: name)
 def test_compiled_module_equals_eager_for_every_length_in_two_graphs(name: str, mode: str) -> None:
     build, call = MODULES[name]
@@ -206,6 +212,7 @@ def test_compiled_module_equals_eager_for_every_length_in_two_graphs(name: str, 
     assert len(set(counts[1:])) == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_module_under_functions_equals_eager() -> None:
     """Over two whole segments: every piece more takes the tracer a second."""
     module = MultiheadDilatedAttention(WIDTH, HEADS, DilatedPattern((13,), (3,)), num_kv_heads=2, dropout_p=0.4)
@@ -267,6 +274,7 @@ def test_compiled_backwards_drop_what_the_forward_dropped(mods: str, checkpointe
     assert_backward_drops_what_the_forward_dropped(torch.compile(call, fullgraph=True, backend="aot_eager"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
 def test_a_module_compiled_by_inductor_equals_eager() -> None:
     """Which checks the strides that every operator says it gives."""
@@ -278,6 +286,7 @@ def test_a_module_compiled_by_inductor_equals_eager() -> None:
     torch.testing.assert_close(actual, expected, **SINGLE)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep  # of inductor, which the test above shows in training
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
 @torch.no_grad()
@@ -289,6 +298,7 @@ def test_a_language_model_is_compiled_for_inference_by_inductor() -> None:
         torch.testing.assert_close(compiled(tokens), lm(tokens), **HALF)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_choice_among_measured_engines_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tuple(crossovers.Crossover("cpu", "float32", False, dim, 0, "flex" if dim == 64 else "sdpa") for dim in (16, 64, 128))
@@ -307,6 +317,7 @@ def test_the_choice_among_measured_engines_is_traced(monkeypatch: pytest.MonkeyP
     assert chosen == [0, 1]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_flex_refuses_a_dynamic_number_of_tokens_and_auto_takes_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.backends.prefer", lambda request: ("flex", "sdpa"))
@@ -320,6 +331,7 @@ def test_flex_refuses_a_dynamic_number_of_tokens_and_auto_takes_another_engine(m
         compiled(draw(1, 29, 2, 6), "flex")
 
 
+@pytest.mark.slow
 def test_a_module_is_exported_strictly_and_serves_every_length() -> None:
     module = multihead().eval()
     x = draw(2, 29, WIDTH)

@@ -183,7 +183,7 @@ def test_changes_of_projections_compile_to_the_same(change: str) -> None:
     torch.testing.assert_close(compiled(x, x, x)[0], called(module, x, x, x), **EXACT)
 
 
-@pytest.mark.parametrize("change", ["weight_norm", "subclass", "adapter"])
+@pytest.mark.parametrize("change", ["weight_norm", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_changes_after_compilation_compile_again(change: str) -> None:
     module = layer()
     x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
