@@ -493,7 +493,7 @@ def test_tiles_are_passed_where_torchs_own_spill(
 
 @pytest.mark.parametrize("narrows", [False, True])
 @pytest.mark.parametrize("ahead", [None, 0, 1, 127, 128, 200, 400])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (128, 256), (129, 640), (300, 421), (640, 128)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (128, 256), (129, 640), (255, 383), (640, 128)])
 def test_blocks_of_rows_of_a_segment_are_those_that_torch_finds(queries: int, keys: int, ahead: int | None, narrows: bool) -> None:
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i >= 0 if ahead is None else j <= i + ahead
