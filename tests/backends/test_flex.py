@@ -449,13 +449,6 @@ def test_offsets_beyond_32_bits_are_packed_or_refused(monkeypatch: pytest.Monkey
     assert flex._readable(hopeless) is hopeless
 
 
-def test_guards_follow_the_version() -> None:
-    assert (flex.TORCH >= (2, 14)) == flex.WIDE_OFFSETS
-    assert (flex.TORCH >= (2, 11)) == flex.TRUST_STRIDED_GRADIENTS
-    assert ({"BACKEND": "TRITON"} if flex.TORCH >= (2, 11) else {"FORCE_USE_FLEX_ATTENTION": True}) == flex.SHORT_QUERIES
-    assert tuple(map(int, torch.__version__.split(".")[:2])) == flex.TORCH
-
-
 @pytest.mark.parametrize(
     ("level", "head_dim", "dtype", "scored", "expected"),
     [
