@@ -383,7 +383,6 @@ def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypa
             torch.testing.assert_close(a, e, **SINGLE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("columns", [slice(0, 150), slice(1, None, 2)], ids=["first", "every other"])
 def test_padding_masks_of_any_strides(columns: slice, eagerly: CompileCounter) -> None:
     q = torch.randn(2, 150, 2, 16)
