@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 import flexdilated.backends.flex.engine
-from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.flex import kernel
 from flexdilated.core import request
 from flexdilated.masks import block_mask
@@ -120,39 +119,3 @@ def test_gradients_of_strided_keys(contiguous_keys: list[bool], monkeypatch: pyt
     assert not any(contiguous_keys[:3])
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), e, **SINGLE)
-
-
-@pytest.mark.parametrize(
-    ("options", "left_out"),
-    [({}, False), ({"cu_seqlens": torch.tensor([0, 100, 512])}, True), ({"dropout_p": 0.1}, True)],
-    ids=["plain", "documents", "dropout"],
-)
-def test_cuda_graphs_leave_out_what_the_host_decides(
-    options: dict[str, Any], left_out: bool, printer: Printer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the reasons of inductor's own scheduler; the code it prints is not run."""
-    from torch._inductor import config, scheduler
-
-    reasons: dict[str, str | None] = {}
-    ask = scheduler.Scheduler.should_partition
-
-    def asked(self: Any, node: Any) -> str | None:
-        reason = ask(self, node)
-        reasons[str(getattr(node.node, "op_overload", ""))] = reason
-        return reason
-
-    def stop(graph: Any, code: Any) -> None:
-        raise RuntimeError("there is nothing more to see")
-
-    monkeypatch.setattr(scheduler.Scheduler, "should_partition", asked)
-    monkeypatch.setattr(printer, "compile", stop)
-    pattern, x = DilatedPattern((64, 256), (1, 2)), torch.randn(1, 512, 4, 64)
-    attend = torch.compile(
-        lambda q: dilated_attention(q * 2, q, q, pattern, backend="sdpa", **options) + 1, fullgraph=True, backend=backend(printer)
-    )
-    torch._dynamo.reset()
-    graphs = config.patch({"triton.cudagraphs": True, "graph_partition": True})
-    with graphs, torch.no_grad(), pytest.raises(Exception, match="nothing more to see"):
-        attend(x)
-    found = {name: reason for name, reason in reasons.items() if name.startswith("flexdilated.mixture")}
-    assert [reason == "CUDAGraph-unsafe custom ops" for reason in found.values()] == [left_out]

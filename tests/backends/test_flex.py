@@ -383,7 +383,6 @@ def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypa
             torch.testing.assert_close(a, e, **SINGLE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("columns", [slice(0, 150), slice(1, None, 2)], ids=["first", "every other"])
 def test_padding_masks_of_any_strides(columns: slice, eagerly: CompileCounter) -> None:
     q = torch.randn(2, 150, 2, 16)
@@ -449,13 +448,6 @@ def test_offsets_beyond_32_bits_are_packed_or_refused(monkeypatch: pytest.Monkey
     assert flex._readable(hopeless) is hopeless
 
 
-def test_guards_follow_the_version() -> None:
-    assert (flex.TORCH >= (2, 14)) == flex.WIDE_OFFSETS
-    assert (flex.TORCH >= (2, 11)) == flex.TRUST_STRIDED_GRADIENTS
-    assert ({"BACKEND": "TRITON"} if flex.TORCH >= (2, 11) else {"FORCE_USE_FLEX_ATTENTION": True}) == flex.SHORT_QUERIES
-    assert tuple(map(int, torch.__version__.split(".")[:2])) == flex.TORCH
-
-
 @pytest.mark.parametrize(
     ("level", "head_dim", "dtype", "scored", "expected"),
     [
@@ -493,7 +485,7 @@ def test_tiles_are_passed_where_torchs_own_spill(
 
 @pytest.mark.parametrize("narrows", [False, True])
 @pytest.mark.parametrize("ahead", [None, 0, 1, 127, 128, 200, 400])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (128, 256), (129, 640), (300, 421), (640, 128)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (128, 256), (129, 640), (255, 383), (640, 128)])
 def test_blocks_of_rows_of_a_segment_are_those_that_torch_finds(queries: int, keys: int, ahead: int | None, narrows: bool) -> None:
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i >= 0 if ahead is None else j <= i + ahead

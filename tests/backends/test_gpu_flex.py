@@ -224,18 +224,6 @@ def test_rows_past_the_last_32_bit_offset(layout: str) -> None:
 # pytorch/pytorch#146377: keys that are read through strides once had garbage gradients.
 
 
-@pytest.mark.parametrize("step", [1, 3])
-def test_flex_attention_gives_the_gradient_of_strided_keys(step: int) -> None:
-    rows, attend = 293, torch.compile(flex_attention, fullgraph=True)
-    q, k, v, dout = (torch.randn(2, rows * step, 3, 64, device=DEVICE)[:, ::step].transpose(1, 2) for _ in range(4))
-    strided, packed = (
-        differentiate(lambda *x: (attend(*x), x[0]), q, *(rearrange(x) for x in (k, v)), dout.contiguous())
-        for rearrange in (torch.Tensor.detach, torch.Tensor.contiguous)
-    )
-    for a, e in zip(strided, packed, strict=True):
-        torch.testing.assert_close(a, e, **SINGLE)
-
-
 @each_layout
 @pytest.mark.parametrize("trust", [False, True])
 def test_gradients_of_strided_keys(layout: str, trust: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,14 +109,6 @@ def test_wide_heads_leave_flash_for_the_memory_efficient_kernel() -> None:
         assert choose_kernel("sdpa", Request(simulate("sm_90"), FLOAT16, head_dim)).name == kernel
 
 
-def test_simulated_levels_are_plain_values() -> None:
-    assert simulate("cpu") == Hardware("cpu")
-    assert simulate("mps") == Hardware("mps")
-    assert simulate("sm_75") == Hardware("cuda", (7, 5), has_fast_bfloat16=False)
-    assert simulate("sm_100") == Hardware("cuda", (10, 0), has_fast_bfloat16=True)
-    assert [str(simulate(name)) for name in ("cpu", "sm_86", "sm_120")] == ["cpu", "cuda sm_86", "cuda sm_120"]
-
-
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 def test_detect_knows_this_cpu(device: str | torch.device) -> None:
     hardware = detect(device)

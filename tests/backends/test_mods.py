@@ -235,7 +235,6 @@ def test_windows_of_one_sequence_have_gradients_of_every_element() -> None:
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-@pytest.mark.slow
 def test_dropout_under_functions_follows_the_seed() -> None:
     case, mods = Case(PATTERN, lse_gradient=False), Mods("table", None)
     results = []
@@ -628,6 +627,7 @@ def test_fused_layout_equals_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
     monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: "fused")
 
+    @settings(max_examples=50)
     @given(case=calls(), mods=MODS)
     def check(case: Case, mods: Mods) -> None:
         assert_flex_engine_as_the_oracle(case, mods)

@@ -35,7 +35,7 @@ PATTERN = DilatedPattern((19, 43), (1, 3))
 NESTED = DilatedPattern((8, 16), (1, 2))
 CASES = {
     "plain": Case(PATTERN, batch=2, kv_heads=3, head_dim=8),
-    "whole_segments": Case(NESTED, batch=3, num_tokens=32, kv_heads=2, head_dim=8),
+    "whole_segments": Case(NESTED, batch=3, num_tokens=32, kv_heads=4, head_dim=8),
     "whole_segments_groups": Case(NESTED, batch=2, num_tokens=32, kv_heads=2, group=2, head_dim=8),
     "fewer_heads_than_offsets": Case(PATTERN, batch=2, kv_heads=2, head_dim=8, lse_gradient=False),
     "interleaved": Case(DilatedPattern((16, 43), (1, 3), offsets="interleaved"), kv_heads=4, head_dim=8, is_causal=True),

@@ -48,7 +48,7 @@ SHIFTED = DilatedPattern.torchscale((11, 23), (3, 5))
 NESTED = DilatedPattern((8, 16), (1, 2))
 CASES = {
     "plain": Case(PATTERN, batch=2, kv_heads=2, head_dim=16),
-    "no_branch_keeps_all": Case(DilatedPattern((17, 43), (2, 3), offsets="interleaved"), kv_heads=3, head_dim=16),
+    "no_branch_keeps_all": Case(DilatedPattern((17, 43), (2, 3), offsets="interleaved"), kv_heads=3, head_dim=16, scale=-0.4),
     "grouped_queries": Case(TILED, kv_heads=1, group=2, head_dim=16, is_causal=True),
     "grouped_heads": Case(DilatedPattern((11, 29), (2, 3), heads="grouped"), num_tokens=31, kv_heads=3, group=2, head_dim=16),
     "mask": Case(PATTERN, batch=2, kv_heads=1, head_dim=16, ignored=0.5),
@@ -56,8 +56,8 @@ CASES = {
     "all_ignored": Case(PATTERN, kv_heads=1, head_dim=16, ignored=1.0),
     "documents": Case(PATTERN, kv_heads=1, head_dim=16, borders=(0, 13, 13, 43), is_causal=True),
     "zero_keys": Case(DilatedPattern.torchscale((23, 11, 17), (1, 3, 5)), num_tokens=31, kv_heads=2, head_dim=16),
-    "shifted": Case(SHIFTED, num_tokens=29, kv_heads=2, head_dim=16),
-    "shifted_causal_mask": Case(SHIFTED, num_tokens=23, kv_heads=2, head_dim=16, is_causal=True, ignored=0.3),
+    "shifted": Case(SHIFTED, num_tokens=29, kv_heads=3, head_dim=16),
+    "shifted_causal_mask": Case(SHIFTED, num_tokens=23, kv_heads=3, head_dim=16, is_causal=True, ignored=0.3),
     "zero_scale": Case(PATTERN, kv_heads=1, head_dim=16, scale=0.0),
     "negative_scale": Case(replace(PATTERN, detach_weights=True), kv_heads=1, group=2, head_dim=16, scale=-0.4, is_causal=True),
     "detached": Case(replace(TILED, detach_weights=True), batch=2, kv_heads=1, head_dim=16),
@@ -65,7 +65,7 @@ CASES = {
     "head_dim_48": Case(TILED, kv_heads=1, head_dim=48, is_causal=True),
     "strided": Case(PATTERN, batch=2, kv_heads=1, group=2, head_dim=24, strided=True, is_causal=True),
     "one_token": Case(PATTERN, num_tokens=1, kv_heads=2, head_dim=16),
-    "batch_continues_segments": Case(NESTED, batch=2, num_tokens=16, kv_heads=2, head_dim=16),
+    "batch_continues_segments": Case(NESTED, batch=2, num_tokens=16, kv_heads=4, head_dim=16),
     "many_documents": Case(NESTED, num_tokens=37, kv_heads=1, head_dim=16, borders=(0, 1, 3, 6, 10, 15, 21, 28, 33, 37)),
 }
 # What the forms to measure leave to the others: nothing is described under a mask and in tables.
