@@ -146,20 +146,6 @@ def test_provenance_says_what_determines_the_numbers(tmp_path: Path, slides: obj
     assert found["file_digests"] == [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in found["files"]]
 
 
-def test_every_format_in_one_folder(tmp_path: Path, weights: Path) -> None:
-    x, coords = draw_tiles(300)
-    tools = [tool for tool in WRITERS if tool not in ("lazyslide", "clam", "clam_pt")]
-    for tool in tools:
-        WRITERS[tool](tmp_path / "slides", tool, x, coords)
-    (tmp_path / "tiles").rename(tmp_path / "elsewhere")
-    code, _, err = run(tmp_path, weights, f"--coords={tmp_path / 'elsewhere'}", f"--tile-size-level0={SIDE}")
-    assert (code, err) == (0, "")
-    embeddings = read(tmp_path / "out.h5")["embeddings"]
-    assert len(embeddings) == len(tools)
-    for embedding in embeddings:
-        torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), (x, coords))[0][0], **SINGLE)
-
-
 def test_coordinates_are_found_in_the_folder_of_the_same_name(tmp_path: Path, weights: Path) -> None:
     """Two hospitals, each with a slide of one name: of as many tiles, at other places."""
     drawn = {}

@@ -69,13 +69,6 @@ def test_encoder_initial_gains_are_those_of_sub_layer_norm() -> None:
             assert projection.weight.std().item() == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.slow
-def test_encoder_compiles_as_one_graph() -> None:
-    module = encoder()
-    x = torch.randn(1, 23, EMBED, dtype=torch.float64)
-    torch.testing.assert_close(torch.compile(module, backend="aot_eager", fullgraph=True)(x), module(x), **EXACT)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -138,10 +138,3 @@ def test_orders_that_are_none_are_refused() -> None:
         encoder_model(order="z")
     with pytest.raises(NotImplementedError, match=re.escape("order must be None with mesh, got 'hilbert'")):
         encoder_model(order="hilbert", mesh=object())
-
-
-def test_the_grid_of_a_packed_slide_is_checked_as_one_alone() -> None:
-    x, coords, borders = pack((3, 4))
-    coords[0, 5, 1] = GRIDS * TILE_SIZE
-    with pytest.raises(ValueError, match=re.escape("at coords[0, 5, 1]; subtract the origin of the slide")):
-        encoder_model()(x, coords, cu_seqlens=borders)

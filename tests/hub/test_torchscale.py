@@ -1,6 +1,7 @@
 import copy
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -380,31 +381,20 @@ def test_replacement_rejects_an_attention_itself_and_says_what_to_do() -> None:
     torch.testing.assert_close(TorchscaleAttention(module)(x, x, x)[0], module(x, x, x)[0], **EXACT)
 
 
-REFUSED = {
+def change_args(**changes: Any) -> Callable[[nn.Module], None]:
+    return lambda module: setattr(module, "args", options(**changes))
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cross": (lambda module: setattr(module, "self_attention", False), "module must be self-attention, got"),
     "decoder": (lambda module: setattr(module, "encoder_decoder_attention", True), "module must be self-attention, got"),
     "forward": (lambda module: setattr(module, "forward", print), "module must have no forward of its own, got some"),
     "hooks": (lambda module: module.register_forward_pre_hook(lambda *_: None), "module must have no hooks of its own, got some"),
-    "rates": (
-        lambda module: setattr(module, "args", options(dilated_ratio=[1, 17])),
-        r"dilation_rates\[1\] must be in \[1, segment",
-    ),
-    "lengths": (
-        lambda module: setattr(module, "args", options(segment_length=[7.5, 13])),
-        r"segment_lengths\[0\] must be an integer",
-    ),
-    "none": (
-        lambda module: setattr(module, "args", options(segment_length=None)),
-        "args.segment_length must be a list of integers, got None",
-    ),
-    "sharded": (
-        lambda module: setattr(module, "args", options(seq_parallel=True)),
-        "args.seq_parallel must be False, got True: it would read keys of other ranks",
-    ),
-    "text": (
-        lambda module: setattr(module, "args", options(segment_length="seven")),
-        "args.segment_length must be a list of integers, got 'seven'",
-    ),
+    "rates": (change_args(dilated_ratio=[1, 17]), r"dilation_rates\[1\] must be in \[1, segment"),
+    "lengths": (change_args(segment_length=[7.5, 13]), r"segment_lengths\[0\] must be an integer"),
+    "none": (change_args(segment_length=None), "args.segment_length must be a list of integers, got None"),
+    "sharded": (change_args(seq_parallel=True), "args.seq_parallel must be False, got True: it would read keys of other ranks"),
+    "text": (change_args(segment_length="seven"), "args.segment_length must be a list of integers, got 'seven'"),
 }
 
 

@@ -17,8 +17,7 @@ from docs.slide_training.finetune import SlideClassifier, accuracy, fit
 from docs.slide_training.pretrain import MaskedTiles, hide, pretrain
 from flexdilated import DilatedPattern
 from flexdilated.hub.gigapath import ARCHITECTURES, Architecture, LongNetViT, create_model
-from flexdilated.hub.slides import Reading
-from tests.hub.slides.tools import WRITERS, draw_tiles, write_trident
+from tests.hub.slides.tools import draw_tiles, write_trident
 
 SIDE = 6
 
@@ -69,18 +68,6 @@ def test_a_slide_that_cannot_be_read_is_named_and_left_out(tmp_path: Path, capsy
     assert f"error: '{folder / 'y' / 's1.h5'}' is damaged or no whole .h5 file: " in err
     assert f"error: '{folder / 'x' / 's2.h5'}' embeddings must be finite, got nan in tile 0" in err
     assert f"error: '{folder / 'x' / 's4.h5'}' must have as wide embeddings as the first slide=7, got 5" in err
-
-
-def test_slides_of_two_sites_have_the_coordinates_of_their_own(tmp_path: Path) -> None:
-    """As `encode-slides` finds them: two slides of one name."""
-    for i, site in enumerate("xy"):
-        path = WRITERS["clam_pt"](tmp_path / site / "features", "a", *draw_tiles(53, seed=i))
-        for folder, source in (("slides", path), ("patches", tmp_path / site / "patches" / "a.h5")):
-            (tmp_path / folder / site).mkdir(parents=True)
-            source.rename(tmp_path / folder / site / source.name)
-    slides, _ = read_slides(tmp_path / "slides", reading=Reading(tmp_path / "patches"))
-    for i, slide in enumerate(slides):
-        assert torch.equal(slide.coords, draw_tiles(53, seed=i)[1] // 512 * 256)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = N
         (RATES, 1, 4, True),
         (INTERLEAVED, 3, 8, True),
         (GROUPED, 3, 2, True),
+        (RATES, 6, 1, True),
     ],
 )
 def test_a_part_of_the_heads_gives_that_part_of_the_outputs(
