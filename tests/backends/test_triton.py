@@ -522,7 +522,7 @@ def test_a_captured_graph_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None
     alone = {stage: [group.one for group in found[stage] if group.each is group.one] for stage in found}
     assert len(tabled["warm-up"]) == len(tabled["none"]) > 0
     # No piece is computed twice, and none is left out.
-    rows = {stage: sum(int(np.sum(group.each.out_rows)) for group in found[stage]) for stage in found}
+    rows = {stage: sum(int(np.sum(group.each.rows)) for group in found[stage]) for stage in found}
     assert rows["none"] == rows["warm-up"] == rows["capture"]
     assert len(alone["warm-up"]) == len(alone["none"]) + len(tabled["none"])
 
@@ -560,14 +560,14 @@ def test_a_warm_up_launches_what_a_capture_compiles(
 def test_numbers_of_a_table_may_pass_32_bits() -> None:
     """Tokens, and steps from segment to segment."""
     far = PIECE._replace(token=3 << 31, segment_stride=7 << 31)
-    tiles, lanes = np.array([[2, 3], [5, 7]])
-    planned = launch._over(None, groups._group([far, PIECE]).each, tiles, lanes, (), {}, Tiles(16, 16, 4, 2))
+    (tiles, lanes), queries = np.array([[2, 3], [5, 7]]), np.array([11, 13])
+    planned = launch._over(None, groups._group([far, PIECE]).each, queries, tiles, lanes, (), {}, Tiles(16, 16, 4, 2))
     assert planned.table is not None
     table, owners = groups.table_of(*planned.table, torch.device("cpu"))
     assert planned.programs == len(owners) == 2 * 5 + 3 * 7
     assert owners.tolist() == [0] * 10 + [1] * 21
-    for row, piece, tiles, first, count in zip(table.tolist(), (far, PIECE), (2, 3), (0, 10), (10, 21)):
-        assert row == [*launch._numbers(piece, tiles), first, count]
+    for row, *given, first, count in zip(table.tolist(), (far, PIECE), (11, 13), (2, 3), (0, 10), (10, 21)):
+        assert row == [*launch._numbers(*given), first, count]
 
 
 @pytest.mark.slow
