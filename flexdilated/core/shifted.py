@@ -46,6 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple
     parts = [
         _attend_shifted(q, k, v, call, i, spans, attend) if i in shifted else _attend_branch(q, k, v, call, i, attend)
         for i in range(len(pattern.branches))
+        if _held(call, i, k.shape[2])
     ]
     weights, lse = normalised(torch.stack([lse for _, lse in parts]), dim=0)  # (branches, B, H, N), (1, B, H, N)
     weights = weights.detach() if pattern.detach_weights else weights
@@ -73,9 +74,17 @@ def _attend_shifted(
     return torch.cat([out[:, part] for part in kept], dim=1), torch.cat([lse[:, :, part] for part in kept], dim=2)
 
 
+def _held(call: Call, branch: int, kv_heads: int) -> range:
+    """The key/value heads of these tensors that run a branch, counted from the first one held."""
+    assert call.num_heads is not None
+    run = call.pattern.head_range(branch, call.num_heads)
+    return range(max(run.start - call.first_head, 0), min(run.stop - call.first_head, kv_heads))
+
+
 def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, attend: Attend) -> tuple[Tensor, Tensor]:
     """One branch of a call alone: 0 and -inf in heads that do not run it."""
     pattern, kv_heads = call.pattern, k.shape[2]
+    held = _held(call, branch, kv_heads)
     length, rate = pattern.segments("torchscale's shift")[branch]
     alone = replace(pattern, segment_lengths=(length,), dilation_rates=(rate,), heads="all", detach_weights=False)
     call = call._replace(pattern=alone, return_lse=True)
@@ -83,12 +92,12 @@ def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, att
     if pattern.heads == "grouped":
         # The branch's heads keep one offset: that of as many blocked heads in a model of `rate` times as many.
         run, group = pattern.head_range(branch, call.num_heads), q.shape[2] // kv_heads
-        first, end = max(run.start - call.first_head, 0), min(run.stop - call.first_head, kv_heads)
-        beside = (group * first, group * (kv_heads - end))
-        q, k, v = q[:, :, beside[0] : q.shape[2] - beside[1]], k[:, :, first:end], v[:, :, first:end]
+        beside = (group * held.start, group * (kv_heads - held.stop))
+        q = q[:, :, beside[0] : q.shape[2] - beside[1]]
+        k, v = (x[:, :, held.start : held.stop] for x in (k, v))
         call = call._replace(
             pattern=replace(alone, offsets="blocked"),
-            first_head=len(run) * pattern.offset(branch, run.start, call.num_heads) + first + call.first_head - run.start,
+            first_head=len(run) * pattern.offset(branch, run.start, call.num_heads) + held.start + call.first_head - run.start,
             num_heads=len(run) * rate,
         )
     out, lse = attend(q, k, v, call)

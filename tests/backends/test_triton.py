@@ -566,8 +566,8 @@ def test_numbers_of_a_table_may_pass_32_bits() -> None:
     table, owners = groups.table_of(*planned.table, torch.device("cpu"))
     assert planned.programs == len(owners) == 2 * 5 + 3 * 7
     assert owners.tolist() == [0] * 10 + [1] * 21
-    for row, *given, first, count in zip(table.tolist(), (far, PIECE), (11, 13), (2, 3), (0, 10), (10, 21)):
-        assert row == [*launch._numbers(*given), first, count]
+    for row, *numbers, first, count in zip(table.tolist(), (far, PIECE), (11, 13), (2, 3), (0, 10), (10, 21)):
+        assert row == [*launch._numbers(*numbers), first, count]
 
 
 @pytest.mark.slow

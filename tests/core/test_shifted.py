@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.attention import attend
+from flexdilated.core.call import Call
 from tests.cases import Case, differentiate, run_engine, run_reference
 from tests.tolerances import EXACT
 
@@ -33,9 +36,23 @@ def test_shifted_positions_equal_the_definition(name: str) -> None:
         torch.testing.assert_close(actual, expected, **EXACT)
 
 
+@pytest.mark.parametrize("held", [range(3), range(1, 4), range(3, 5), range(4, 5)], ids=str)
+@pytest.mark.parametrize("rule", ["all", "grouped"])
+def test_a_part_of_the_heads_is_that_part_of_the_model(rule: Any, held: range) -> None:
+    case = Case(replace(TORCHSCALE, heads=rule), num_tokens=41, kv_heads=5, group=2)
+    queries, keys = slice(2 * held.start, 2 * held.stop), slice(held.start, held.stop)
+    q, k, v = (x[:, :, part] for x, part in zip(case.tensors(), (queries, keys, keys)))
+    call = Call(case.pattern, scale=case.head_dim**-0.5, num_heads=5, first_head=held.start, return_lse=True)
+    out, lse = attend(q, k, v, call)
+    expected_out, expected_lse, *_ = run_reference(case)
+    torch.testing.assert_close(out, expected_out[:, :, queries], **EXACT)
+    torch.testing.assert_close(lse, expected_lse[:, queries], **EXACT)
+
+
+@pytest.mark.slow
 def test_shifted_positions_compile_for_every_length() -> None:
-    case = CASES["mask"]
-    run = lambda q, k, v: dilated_attention(q, k, v, TORCHSCALE, return_lse=True)  # noqa: E731
+    case = CASES["one shifts"]
+    run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True)  # noqa: E731
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for num_tokens in (41, 53):
         tensors = replace(case, num_tokens=num_tokens).tensors()
