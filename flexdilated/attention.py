@@ -82,6 +82,11 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Segment-local dilated attention, its branches mixed by log-sum-exp.
 
+    >>> q, k, v = torch.randn(3, 1, 1024, 8, 64)  # (B, N, H, D) each
+    >>> out = dilated_attention(q, k, v, DilatedPattern.causal(1024, 8), is_causal=True)
+    >>> out.shape
+    torch.Size([1, 1024, 8, 64])
+
     Branch `i` of the pattern is softmax attention among the positions `p` with `(p % w) % r == offset`, inside segments of `w`
     tokens; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. Equivalently: one softmax over the multiset union of
     the branches' keys. The last segment may be shorter; padding never takes part (but see `DilatedPattern.zero_padding`). A query

@@ -33,6 +33,10 @@ def convert(
 ) -> nn.Module:
     """The model with dilated attention in the place of its attention, on its weights.
 
+    >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    >>> type(convert(model, DilatedPattern((8, 64), (1, 2))).self_attn).__name__
+    'MultiheadDilatedAttention'
+
     It looks for modules of these classes:
 
     - `nn.MultiheadAttention`, also inside `nn.TransformerEncoder` and torchvision's vision transformers. A

@@ -38,6 +38,11 @@ def attention_map(
 ) -> Tensor:
     """The exact weights with which chosen queries of `dilated_attention` read every key, all branches mixed.
 
+    >>> q, k = torch.randn(2, 1, 64, 4, 8)
+    >>> weights = attention_map(q, k, DilatedPattern.causal(64, 4), queries=[0, 63])  # (B, H, Q, N)
+    >>> weights.shape, bool(weights.sum(-1).allclose(torch.ones(4, 2)))
+    (torch.Size([1, 4, 2, 64]), True)
+
     `weights[b, h, i, p]` is the factor of `v[b, p]` in `out[b, queries[i], h]`: `exp(score - lse)`, added up over the branches that
     join the pair, so `weights @ v == out`. A row sums to 1, less what zero keys take (`DilatedPattern.zero_padding`); the row of a
     query that no key reaches is 0. Memory and time grow with N times the number of queries, never with N squared. No gradient.

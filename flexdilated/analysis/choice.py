@@ -18,7 +18,12 @@ SHORTEST = 16  # tokens of a local segment
 
 @dataclass(frozen=True)
 class Choice:
-    """One pattern, its cost, and one sentence about it."""
+    """One pattern, its cost, and one sentence about it.
+
+    >>> choice = choose_pattern(4096, 8, budget=0.05).shown[0]
+    >>> choice.pairs, round(choice.share, 3), choice.is_within_budget
+    (6291456, 0.047, True)
+    """
 
     pattern: DilatedPattern
     pairs: int  # over all heads
@@ -35,7 +40,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The result of `choose_pattern`."""
+    """The result of `choose_pattern`.
+
+    >>> choices = choose_pattern(4096, 8, budget=0.05, most=2)
+    >>> [choice.pattern.segment_lengths for choice in choices.shown]
+    [(128, 4096), (24, 336, 360)]
+    """
 
     num_tokens: int
     num_heads: int
@@ -55,6 +65,10 @@ def choose_pattern(
     most: int = 5,
 ) -> Choices:
     """Patterns under a budget, best first, with one sentence about each.
+
+    >>> pattern = choose_pattern(4096, 8, budget=0.05).shown[0].pattern
+    >>> pattern.segment_lengths, pattern.dilation_rates
+    ((128, 4096), (1, 8))
 
     All proposals are connected (`DilatedPattern.crosses_boundaries`). Two kinds are tried, at each rate that divides the number of
     heads: a local branch and a far branch over the whole sequence; or, for small budgets, a local branch and two far branches

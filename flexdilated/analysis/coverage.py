@@ -29,6 +29,9 @@ FEW = 3  # segments that stand for any number of them: one's own, another's, and
 def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int, ...], ...]:
     """By branch, the residues modulo its rate that no head keeps.
 
+    >>> missing_residues(DilatedPattern((16, 64), (1, 4)), 2)
+    ((), (2, 3))
+
     A token is lost to attention where its residue is missing in every branch: `count_uncovered` counts those.
 
     Args:
@@ -46,6 +49,9 @@ def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int
 
 def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> int:
     """The number of tokens that no head of any branch keeps: their output is 0, and no query reads them.
+
+    >>> count_uncovered(DilatedPattern((16,), (4,)), 64, 2)  # two heads keep two of four residues
+    32
 
     Args:
         pattern: As in `missing_residues`.
@@ -88,6 +94,9 @@ def _uncovered(branches: list[Together], num_tokens: int) -> int:
 
 def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int | None:
     """The number of layers until every token has seen every other (every earlier one, if causal); None: never.
+
+    >>> layers_to_cover(DilatedPattern((16, 64), (1, 4)), 64, 4)
+    2
 
     All heads together, and every token keeps itself, as in `reachable`. Segments whose borders all branches share are never
     crossed. Causal attention passes on backwards alone, so a token meets its predecessor in one layer or never: a border that all

@@ -14,7 +14,12 @@ MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion an
 
 
 class Balance(NamedTuple):
-    """The least, the largest and the mean number of pairs of a head."""
+    """The least, the largest and the mean number of pairs of a head.
+
+    >>> balance = analyse(DilatedPattern((7,), (2,)), 7, 2).balance  # 4 and 3 tokens, squared
+    >>> balance, balance.imbalance
+    (Balance(least=9, most=16, mean=12.5), 1.28)
+    """
 
     least: int
     most: int
@@ -30,6 +35,9 @@ def count_pairs(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
 ) -> tuple[tuple[int, ...], ...]:
     """The number of (query, key) pairs that each branch scores for each head; a pair in m branches is in m of the counts.
+
+    >>> count_pairs(DilatedPattern((8, 16), (1, 4)), 16, 4)
+    ((128, 128, 128, 128), (16, 16, 16, 16))
 
     The sum is `pattern.count_pairs(...)`. A head that does not run a branch has 0 there. Zero keys of `zero_padding` are not
     counted, here and in all of this module.
@@ -71,6 +79,9 @@ def count_multiplicities(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
 ) -> tuple[dict[int, int], ...]:
     """By head, the number of different (query, key) pairs that exactly m branches join, `{m: pairs}`, for each m that occurs.
+
+    >>> count_multiplicities(DilatedPattern((8, 16), (1, 2)), 16, 2)
+    ({1: 128, 2: 32}, {1: 128, 2: 32})
 
     A pair that m branches join counts m times in the softmax: `sum(m * pairs)` is what is scored, `sum(pairs)` what a mask over
     the sequence as it is would score. Counted by inclusion and exclusion over sets of branches: the tokens that all of a set keep

@@ -16,6 +16,9 @@ MAX_WINDOW = 2**26  # tokens of which a query may have seen any
 def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[int, ...]:
     """By head, the largest distance between a query and a key that it sees, causal or not; -1: the head keeps no token.
 
+    >>> longest_reach(DilatedPattern((4, 16), (1, 4)), 16, 2)
+    (12, 12)
+
     Args:
         pattern: Which positions attend to which.
         num_tokens: Sequence length N, of any size.
@@ -34,6 +37,9 @@ def reachable(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, layers: int = 1, is_causal: bool = False
 ) -> NDArray[np.bool_]:
     """The keys that each query has seen after `layers` layers, through all heads.
+
+    >>> [int(reachable(DilatedPattern((4, 16), (1, 4)), 16, 4, layers=n).sum()) for n in (0, 1, 2)]
+    [16, 112, 256]
 
     A layer mixes heads, so that what one head read the next layer's heads can pass on; and every token keeps itself through the
     residual connection, whether a branch keeps it or not.
@@ -74,6 +80,9 @@ def keys_seen(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, query: int, *, layers: int = 1, is_causal: bool = False
 ) -> Integers:
     """The keys that one query has seen after `layers` layers, through all heads: a row of `reachable`.
+
+    >>> keys_seen(DilatedPattern((4, 16), (1, 4)), 16, 1, query=4).tolist()
+    [0, 4, 5, 6, 7, 8, 12]
 
     Args:
         pattern: As in `longest_reach`.

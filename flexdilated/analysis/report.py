@@ -17,7 +17,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Analysis:
-    """The counts that `analyse` returns. `not_counted` gives the reason why a field is None, by its name."""
+    """The counts that `analyse` returns. `not_counted` gives the reason why a field is None, by its name.
+
+    >>> analysis = analyse(DilatedPattern.causal(1024, 8), 1024, 8, is_causal=True)
+    >>> analysis.total_pairs, analysis.duplicates, analysis.flops(head_dim=64)
+    (461824, 13184, 118226944)
+    """
 
     pattern: DilatedPattern
     num_tokens: int
@@ -60,6 +65,10 @@ class Analysis:
 
 def analyse(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> Analysis:
     """Pairs, duplicates, balance, reach and coverage of a pattern at a length, in integers.
+
+    >>> analysis = analyse(DilatedPattern.causal(4096, 8), 4096, 8)
+    >>> analysis.layers, analysis.uncovered, analysis.dense_pairs // analysis.total_pairs
+    (2, 0, 9)
 
     In closed form: seconds for a thousand million tokens of LongNet's pattern. A part that would have to be counted segment by
     segment, and has too many, is None, and `not_counted` says why. Zero keys of `zero_padding` are not counted.

@@ -28,6 +28,10 @@ FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a
 class DilatedPattern:
     """Segment-local dilated attention with one or more branches, as a frozen value of plain integers.
 
+    >>> pattern = DilatedPattern((4, 16), (1, 4))
+    >>> [pattern.offset(1, head, num_heads=8) for head in range(8)]  # of the branch at rate 4
+    [0, 0, 1, 1, 2, 2, 3, 3]
+
     Branch `i` cuts the sequence in segments of `segment_lengths[i]` tokens and keeps, for head `h`, the positions `p` with
     `(p % w_i) % r_i == offset(i, h)`. Inside a branch, kept queries attend to kept keys of their own segment; the branches are
     mixed by log-sum-exp, which is one softmax over the multiset union of their keys.
@@ -90,22 +94,37 @@ class DilatedPattern:
 
     @classmethod
     def longnet(cls) -> DilatedPattern:
-        """The five branches of the LongNet paper (arXiv 2307.02486, section 4.1): 2048..32768 at rates 1, 2, 4, 6, 12."""
+        """The five branches of the LongNet paper (arXiv 2307.02486, section 4.1): 2048..32768 at rates 1, 2, 4, 6, 12.
+
+        >>> DilatedPattern.longnet().dilation_rates
+        (1, 2, 4, 6, 12)
+        """
         return cls((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 
     @classmethod
     def torchscale(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
-        """A pattern under torchscale's rules: blocked offsets, zero keys in the softmax, constant mixing weights."""
+        """A pattern under torchscale's rules: blocked offsets, zero keys in the softmax, constant mixing weights.
+
+        >>> DilatedPattern.torchscale((8, 16), (1, 2)).zero_padding
+        True
+        """
         return cls(segment_lengths, dilation_rates, zero_padding=True, detach_weights=True)  # type: ignore[arg-type]
 
     @classmethod
     def grouped(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
-        """A pattern in which each branch has its own contiguous group of heads, as in the popular ports."""
+        """A pattern in which each branch has its own contiguous group of heads, as in the popular ports.
+
+        >>> list(DilatedPattern.grouped((8, 16), (1, 2)).head_range(branch=1, num_heads=4))
+        [2, 3]
+        """
         return cls(segment_lengths, dilation_rates, heads="grouped")  # type: ignore[arg-type]
 
     @classmethod
     def causal(cls, seq_len: int, num_heads: int, *, local: int | None = None, rate: int | None = None) -> DilatedPattern:
         """A pattern for causal models: a local branch of rate 1, and one far branch over the whole sequence.
+
+        >>> DilatedPattern.causal(1024, 8).branches
+        (Segments(segment_length=48, dilation_rate=1), Segments(segment_length=1024, dilation_rate=4))
 
         A token and head cost about `local / 2 + seq_len / (2 * rate**2)` keys on average; dense attention costs `seq_len / 2`.
         The pattern is connected for `seq_len` tokens (`crosses_boundaries`).
@@ -150,6 +169,9 @@ class DilatedPattern:
     def gigapath(cls, max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
         """The pattern of Prov-GigaPath's slide encoder for slides of `max_wsi_size` pixels cut in tiles of `tile_size` pixels.
 
+        >>> DilatedPattern.gigapath().segment_lengths
+        (1024, 5792, 32768, 185363, 1048576)
+
         Five lengths, evenly spaced in log2 from 1024 to the largest number of tiles, rounded down; rates 1, 2, 4, 8, 16;
         torchscale's rules. The default gives 1024, 5792, 32768, 185363, 1048576.
 
@@ -166,13 +188,20 @@ class DilatedPattern:
         return cls.torchscale(lengths, (1, 2, 4, 8, 16))
 
     def to_dict(self) -> dict[str, Any]:
-        """The pattern as JSON types; `from_dict` is the inverse."""
+        """The pattern as JSON types; `from_dict` is the inverse.
+
+        >>> DilatedPattern((8,), (2,)).to_dict()['segment_lengths']
+        [8]
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DilatedPattern:
         """The pattern that `to_dict` wrote.
+
+        >>> DilatedPattern.from_dict({'segment_lengths': [8], 'dilation_rates': [2]}).branches
+        (Segments(segment_length=8, dilation_rate=2),)
 
         Raises:
             ValueError: If a key is unknown, or the lengths or rates are missing.
@@ -239,6 +268,9 @@ class DilatedPattern:
     def head_range(self, branch: int, num_heads: int) -> range:
         """The heads that run a branch. Under grouped-query attention these are key/value heads.
 
+        >>> DilatedPattern.grouped((8, 16), (1, 2)).head_range(0, num_heads=5)
+        range(0, 3)
+
         Raises:
             ValueError: If the pattern has no such branch, or more groups of heads than there are heads.
             TypeError: If a number is not an integer.
@@ -253,6 +285,9 @@ class DilatedPattern:
 
     def offset(self, branch: int, head: int, num_heads: int) -> int:
         """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`.
+
+        >>> DilatedPattern((16,), (4,)).offset(0, head=7, num_heads=8)
+        3
 
         Raises:
             ValueError: If there is no such branch or head.
@@ -292,6 +327,9 @@ class DilatedPattern:
     def crosses_boundaries(self, num_tokens: int, num_heads: int) -> bool:
         """Whether the pattern is connected: causal information from every token reaches all tokens well after it.
 
+        >>> DilatedPattern((16, 64), (1, 2)).crosses_boundaries(64, 4), DilatedPattern((16,), (1,)).crosses_boundaries(64, 4)
+        (True, False)
+
         Connected means: after enough layers, all heads together, every token has received information from every token that is at
         least `2 * r - 1` positions earlier. `r` is the largest rate of the branches that count. A branch counts if some head
         keeps each of its residues and `2 * r - 1 <= L`. `L` is the least common multiple of the lengths of the rate-1 branches.
@@ -310,6 +348,9 @@ class DilatedPattern:
 
     def first_uncrossed_boundary(self, num_tokens: int, num_heads: int) -> int | None:
         """The first position that stops `crosses_boundaries` from being true, or None for a connected pattern.
+
+        >>> DilatedPattern((16,), (1,)).first_uncrossed_boundary(64, 4)
+        16
 
         Position b is crossed if the tokens from `b` on receive information from all tokens at least `2 * r - 1` positions earlier.
         The end of the sequence is no boundary. Without a rate-1 branch the answer is 1.
@@ -362,6 +403,9 @@ class DilatedPattern:
 
     def count_pairs(self, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int:
         """How many (query, key) pairs are scored, over all heads and branches, a pair joined by m branches counted m times.
+
+        >>> DilatedPattern((16,), (1,)).count_pairs(64, num_heads=1), 64 // 16 * 16**2
+        (1024, 1024)
 
         The useful work of the pattern: forward attention costs `4 * head_dim` floating-point operations per pair. Zero keys of
         `zero_padding` are not counted.

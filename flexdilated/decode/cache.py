@@ -46,6 +46,10 @@ class Past(NamedTuple):
 class DilatedKVCache:
     """A bounded key/value cache: for each branch and head, the keys and values of the current segment.
 
+    >>> cache = DilatedKVCache(DilatedPattern((8, 64), (1, 4)), batch_size=1, num_kv_heads=4, head_dim=16)
+    >>> cache.rows_per_head, cache.nbytes
+    ((24, 24, 24, 24), 12288)
+
     The key of position `p` lies in row `(p % w) // r` of its branch, and the next segment overwrites it: `sum_i ceil(w_i / r_i)`
     rows per head (under `heads="grouped"` those of the head's own branch), allocated once, whatever the length of the context.
     A token attends, per branch and head that keeps it, to the rows of its own segment; all branches share one softmax, which is
@@ -168,6 +172,10 @@ class DilatedKVCache:
     def new_positions(self, num_tokens: int, *, shard_lengths: Sequence[int] | None = None) -> Tensor:
         """`(B, T)` int64: positions of the next T=`num_tokens` of each sequence; with `shard_lengths`, T of this rank alone.
 
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> cache.new_positions(3).tolist()
+        [[0, 1, 2], [0, 1, 2]]
+
         Raises:
             ValueError: If `num_tokens` is below 0, or `shard_lengths` do not fit or come without mesh.
             TypeError: If a length is no integer.
@@ -204,6 +212,11 @@ class DilatedKVCache:
         shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """The causal attention of the next tokens of each sequence, whose keys and values are then stored.
+
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> q, k, v = torch.randn(3, 2, 5, 4, 8)  # the next 5 tokens of 2 sequences
+        >>> cache.attend(q, k, v).shape, cache.lengths.tolist()
+        (torch.Size([2, 5, 4, 8]), [5, 5])
 
         Row `t` equals row `lengths + t` of `dilated_attention(..., is_causal=True)` over the whole sequence, to rounding. Chunks
         may have any size and cross any border of segments.
@@ -351,6 +364,12 @@ class DilatedKVCache:
     def reorder(self, indices: Tensor) -> None:
         """Let sequence `b` go on from what sequence `indices[b]` holds, as beam search does.
 
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> _ = cache.attend(*torch.randn(3, 2, 5, 4, 8), lengths=torch.tensor([5, 2]))
+        >>> cache.reorder(torch.tensor([1, 1]))
+        >>> cache.lengths.tolist()
+        [2, 2]
+
         Args:
             indices: `(B,)` int64 in `[0, B)`; one may occur several times.
 
@@ -369,6 +388,11 @@ class DilatedKVCache:
 
     def select(self, indices: Tensor) -> None:
         """Go on with the sequences `indices` alone, in that order, each as often as it occurs; their number is the new batch size.
+
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> cache.select(torch.tensor([0, 0, 1]))
+        >>> cache.batch_size
+        3
 
         Allocates anew; `reorder` does not.
 
@@ -394,6 +418,12 @@ class DilatedKVCache:
 
     def crop(self, length: int | Tensor) -> None:
         """Forget the tokens of each sequence from position `length` on; a shorter sequence stays as it is.
+
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> _ = cache.attend(*torch.randn(3, 2, 5, 4, 8))
+        >>> cache.crop(3)
+        >>> cache.lengths.tolist()
+        [3, 3]
 
         What a branch stored of an earlier segment is gone, so the new end must lie in the segment that each branch holds, or at
         the beginning of a segment, where nothing is needed; or at a token of the calls since `records_past` was set or the last
@@ -439,7 +469,14 @@ class DilatedKVCache:
             self._store(past.new, (kept - self._lengths).clamp(min=0).minimum(past.added))
 
     def reset(self) -> None:
-        """Forget everything; the memory stays allocated."""
+        """Forget everything; the memory stays allocated.
+
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> _ = cache.attend(*torch.randn(3, 2, 5, 4, 8))
+        >>> cache.reset()
+        >>> cache.lengths.tolist()
+        [0, 0]
+        """
         self._lengths.zero_()
         self._order.zero_()
         for store in self._stores:

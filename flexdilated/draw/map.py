@@ -40,6 +40,10 @@ def draw_attention_map(
 ) -> Figure:
     """Draw attention weights as coloured cells with one colour bar: patches of an image, or tokens of a text.
 
+    >>> figure = draw_attention_map(torch.rand(6), grid=(2, 3))
+    >>> len(figure.axes)  # the panel and the colour bar
+    2
+
     Dark to light is small to large in cividis, safe for colour-blind readers; a weight of exactly 0 is small and light blue.
     Patches lie row by row in a `grid`; without it, tokens follow one another in lines as in a text. With more than 4,096 tokens a
     cell is the sum of several neighbours, and a note says so. For tiles of a slide use `flexdilated.draw.slide.draw_slide_map`.

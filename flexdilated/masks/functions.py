@@ -22,6 +22,10 @@ def dilated_mask_mod(
 ) -> MaskMod:
     """`mask_mod(b, h, q_idx, kv_idx)`: whether at least one branch joins the pair.
 
+    >>> mask_mod = dilated_mask_mod(DilatedPattern((4,), (1,)), 8, seq_len=16)
+    >>> mask_mod(0, 0, torch.tensor(3), torch.arange(5)).tolist()
+    [True, True, True, True, False]
+
     With `dilated_score_mod` of the same arguments, plain `flex_attention` computes the mixture of `dilated_attention`, gradients
     included. It composes with `and_masks`, `or_masks` and other score functions.
 
@@ -46,6 +50,10 @@ def dilated_score_mod(
     pattern: DilatedPattern, num_heads: int, *, seq_len: int, is_causal: bool = False, num_kv_heads: int | None = None
 ) -> ScoreMod:
     """`score_mod(score, b, h, q_idx, kv_idx)`: the score plus the log of how many branches join the pair.
+
+    >>> score_mod = dilated_score_mod(DilatedPattern((4, 8), (1, 1)), 8, seq_len=16)
+    >>> score_mod(torch.zeros(3), 0, 0, torch.tensor(0), torch.tensor([3, 7, 8])).exp().round().tolist()
+    [2.0, 1.0, 0.0]
 
     In the one softmax over all branches a key that m of them join counts m times. A pair that none joins gets -inf, so the function
     is exact even without the mask; the mask is what saves the work.

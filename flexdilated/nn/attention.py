@@ -27,6 +27,10 @@ from flexdilated.nn.position import Rotation
 class DilatedAttention(nn.Module):
     """`dilated_attention` with its options held by a module; dropout is active in training mode only.
 
+    >>> attention = DilatedAttention(DilatedPattern.causal(64, 4), is_causal=True)
+    >>> attention(*torch.randn(3, 2, 64, 4, 8)).shape  # q, k, v
+    torch.Size([2, 64, 4, 8])
+
     Args:
         pattern: Which positions attend to which.
         is_causal: Whether a query sees only keys at its own position and before.
@@ -135,6 +139,11 @@ class _TokenNorm(nn.LayerNorm):
 
 class MultiheadDilatedAttention(nn.Module):
     """Multi-head dilated self-attention, called as `nn.MultiheadAttention(batch_first=True)` is.
+
+    >>> attention = MultiheadDilatedAttention(32, 4, DilatedPattern.causal(64, 4), is_causal=True)
+    >>> x = torch.randn(2, 64, 32)
+    >>> attention(x, x, x)[0].shape
+    torch.Size([2, 64, 32])
 
     Unlike that, it has a LayerNorm before the output projection by default, draws other initial weights, and calls `dropout`
     `dropout_p`; `from_torch` and `flexdilated.convert` keep the weights of one.

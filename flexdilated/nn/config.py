@@ -17,6 +17,10 @@ NUMBERS = ("dropout_p", "attention_dropout_p", "scale_base")
 class LongNetConfig:
     """Everything that determines a `LongNetLM`, as plain data.
 
+    >>> config = LongNetConfig(vocab_size=256, embed_dim=32, num_layers=2, num_heads=4, pattern=DilatedPattern.causal(64, 4))
+    >>> LongNetConfig.from_dict(config.to_dict()) == config
+    True
+
     Args:
         vocab_size: Token ids lie in `[0, vocab_size)`.
         embed_dim: Elements of a token.

@@ -38,6 +38,10 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 class LongNetLM(nn.Module):
     """Decoder-only causal language model over dilated attention.
 
+    >>> config = LongNetConfig(vocab_size=256, embed_dim=32, num_layers=2, num_heads=4, pattern=DilatedPattern.causal(64, 4))
+    >>> LongNetLM(config)(torch.randint(256, (2, 64))).shape
+    torch.Size([2, 64, 256])
+
     `x = embedding(tokens)`; per layer `x += attention(norm(x))`, `x += ffn(norm(x))`; `logits = head(norm(x))`.
     Source: LongNet, arXiv 2307.02486; sub-LayerNorm and initial gains: MAGNETO, arXiv 2210.06423; xPos: arXiv 2212.10554.
 

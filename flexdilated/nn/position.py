@@ -30,6 +30,10 @@ class Rotation(NamedTuple):
     """What to multiply queries and keys with at each position: `(N, 1, D / 2)` each, computed once for all layers, float64 for
     queries and keys in float64 and else float32; `(B, N, 1, D / 2)` where the rows of a batch stand at different positions.
 
+    >>> q, k = Rotary(8)(torch.arange(64)).apply(*torch.randn(2, 1, 64, 4, 8))
+    >>> q.shape
+    torch.Size([1, 64, 4, 8])
+
     `log_growth` bounds the natural log of the largest factor.
     """
 
@@ -68,6 +72,9 @@ class Rotation(NamedTuple):
 class Rotary(nn.Module):
     """Rotary positions: elements `i` and `i + D / 2` are turned together by `position * base ** (-2 i / D)`.
 
+    >>> Rotary(8)(torch.arange(64)).q_cos.shape
+    torch.Size([64, 1, 4])
+
     The score of a query and a key depends on their distance alone. Angles are computed for the positions at hand, in float64, so
     that position 1,000,001 is told from 1,000,000: there is no table and no longest length.
     Source: RoFormer, arXiv 2104.09864, section 3.2; pairs of elements as in GPT-NeoX and Llama.
@@ -105,6 +112,11 @@ class Rotary(nn.Module):
 
 class XPos(Rotary):
     """Rotary positions whose scores also decay with distance: pair `i` by `zeta_i ** (distance / scale_base)`.
+
+    >>> rotation = XPos(8, DilatedPattern.causal(64, 4))(torch.arange(64))
+    >>> q, k = rotation.apply(*torch.randn(2, 1, 64, 4, 8))
+    >>> q.shape
+    torch.Size([1, 64, 4, 8])
 
     `zeta_i = (2 i / D + 0.4) / 1.4`. Queries are multiplied by `zeta ** (p / scale_base)` and keys divided by it, which overflows
     for positions far from 0. Only their distance counts, and only inside a segment: so positions are counted from the middle of

@@ -29,6 +29,10 @@ EVERYTHING = DilatedPattern((1 << 40,), (1,))  # one segment, however long: a su
 class CrossAttention(nn.Module):
     """`out_proj(attention(q_proj(x), k_proj(memory), v_proj(memory)))`: every query sees the whole memory, however long.
 
+    >>> query, memory = torch.randn(2, 5, 32), torch.randn(2, 64, 32)
+    >>> CrossAttention(32, 4)(query, memory, memory)[0].shape
+    torch.Size([2, 5, 32])
+
     Args:
         embed_dim: Elements of a token.
         num_heads: Must divide `embed_dim`.
@@ -120,6 +124,11 @@ class CrossAttention(nn.Module):
 class DecoderBlock(nn.Module):
     """`x + self_attn(norm(x))`, then `x + encoder_attn(norm(x), memory)`, then `x + ffn(norm(x))`.
 
+    >>> attentions = MultiheadDilatedAttention(32, 4, DilatedPattern((64,), (1,))), CrossAttention(32, 4)
+    >>> block = DecoderBlock(*attentions, FeedForward(32, 64))
+    >>> block(torch.randn(2, 5, 32), torch.randn(2, 64, 32), key_padding_mask=None, memory_key_padding_mask=None).shape
+    torch.Size([2, 5, 32])
+
     Args:
         self_attn: The self-attention.
         encoder_attn: The cross-attention: queries from the decoder, keys and values from the memory.
@@ -169,6 +178,10 @@ class DecoderBlock(nn.Module):
 
 class LongNet(nn.Module):
     """Encoder and decoder over dilated attention, on embeddings that already carry positions.
+
+    >>> model = LongNet(32, 4, 1, 1, 64, segment_lengths=(8, 64), dilation_rates=(1, 2))
+    >>> model(torch.randn(2, 64, 32), torch.randn(2, 64, 32)).shape  # source, target
+    torch.Size([2, 64, 32])
 
     `memory = norm(encoder(src))`, `out = norm(decoder(tgt, memory))`, pre-norm layers with sub-LayerNorm. Cross-attention is
     dilated like self-attention by default: decoder token `p` sees the memory at the positions that its branch keeps in the segment
