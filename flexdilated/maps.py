@@ -14,8 +14,9 @@ from flexdilated.core.call import Call
 from flexdilated.core.checks import check_dtypes, check_tensors, refuse_shards_of_torch
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.hardware import outside_graphs, without_autocast
+from flexdilated.core.integers import as_integer
 from flexdilated.core.lse import accumulated
-from flexdilated.core.pattern import DilatedPattern, as_integer
+from flexdilated.core.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,8 +47,8 @@ def attention_map(
     `weights[b, h, i, p]` is the factor of `v[b, p]` in `out[b, queries[i], h]`: `exp(score - lse)`, added up over the branches that
     join the pair, so `weights @ v == out`. A row sums to 1, less what zero keys take (`DilatedPattern.zero_padding`); the row of a
     query that no key reaches is 0. Memory and time grow with N times the number of queries, never with N squared. No gradient.
-    With `mesh`, q, k and `key_padding_mask` are this rank's contiguous shard of a longer sequence, and so are the weights: those of
-    the same queries on every rank, for the keys that this one holds. A row then sums to 1 over all ranks.
+    With `mesh`, q, k and `key_padding_mask` are this rank's contiguous shard of a longer sequence, and the weights are those of the
+    keys of this rank; a row sums to 1 over all ranks.
     Source: LongNet, arXiv 2307.02486, equations 9-10.
 
     Args:

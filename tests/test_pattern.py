@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import flexdilated.core.pattern
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.core import boundaries, pattern_svg
-from flexdilated.core.pattern import BACKWARD, FORWARD, Branch, is_integer, num_kept
+from flexdilated.core.integers import is_integer
+from flexdilated.core.pattern import BACKWARD, FORWARD, Branch, num_kept
 from tests.cases import least_heads, patterns
 
 # -- presets ------------------------------------------------------------------------------------------------------------------

@@ -53,15 +53,12 @@ def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) ->
     >>> count_uncovered(DilatedPattern((16,), (4,)), 64, 2)  # two heads keep two of four residues
     32
 
-    Args:
-        pattern: As in `missing_residues`.
-        num_tokens: Sequence length N. Time grows with the number of segments until their borders repeat, not with N.
-        num_heads: As in `missing_residues`.
+    The arguments are those of `count_pairs`. Time grows with the number of segments until their boundaries repeat, not with N.
 
     Raises:
         ValueError: If a number is below 1, or some branch would have no head.
         TypeError: If an argument has the wrong type.
-        NotImplementedError: If there are too many segments before their borders repeat.
+        NotImplementedError: If there are too many segments before their boundaries repeat.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
     check_listable(pattern)
@@ -98,16 +95,9 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
     >>> layers_to_cover(DilatedPattern((16, 64), (1, 4)), 64, 4)
     2
 
-    All heads together, and every token keeps itself, as in `reachable`. Segments whose borders all branches share are never
-    crossed. Causal attention passes on backwards alone, so a token meets its predecessor in one layer or never: a border that all
-    undilated branches share is never crossed.
-
-    Args:
-        pattern: As in `missing_residues`.
-        num_tokens: Sequence length N; of any size where segments nest and rates divide the shortest one, or where the answer is
-            None. Otherwise time grows with the number of segments.
-        num_heads: As in `missing_residues`.
-        is_causal: Whether a query sees only keys at its own position and before.
+    All heads together, and every token keeps itself, as in `reachable`. A boundary that all branches share is never crossed; if
+    causal, one that all undilated branches share. The arguments are those of `count_pairs`. Time does not grow with N where
+    segments nest and rates divide the shortest one, or where the answer is None; otherwise with the number of segments.
 
     Raises:
         ValueError: If a number is below 1, or some branch would have no head.

@@ -16,9 +16,8 @@ MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion an
 class Balance(NamedTuple):
     """The least, the largest and the mean number of pairs of a head.
 
-    >>> balance = analyse(DilatedPattern((7,), (2,)), 7, 2).balance  # 4 and 3 tokens, squared
-    >>> balance, balance.imbalance
-    (Balance(least=9, most=16, mean=12.5), 1.28)
+    >>> analyse(DilatedPattern((7,), (2,)), 7, 2).balance  # 4 and 3 tokens, squared
+    Balance(least=9, most=16, mean=12.5)
     """
 
     least: int
@@ -39,8 +38,7 @@ def count_pairs(
     >>> count_pairs(DilatedPattern((8, 16), (1, 4)), 16, 4)
     ((128, 128, 128, 128), (16, 16, 16, 16))
 
-    The sum is `pattern.count_pairs(...)`. A head that does not run a branch has 0 there. Zero keys of `zero_padding` are not
-    counted, here and in all of this module.
+    The sum is `pattern.count_pairs(...)`. A head that does not run a branch has 0 there. Zero keys are not counted.
 
     Args:
         pattern: Which positions attend to which.
@@ -83,15 +81,9 @@ def count_multiplicities(
     >>> count_multiplicities(DilatedPattern((8, 16), (1, 2)), 16, 2)
     ({1: 128, 2: 32}, {1: 128, 2: 32})
 
-    A pair that m branches join counts m times in the softmax: `sum(m * pairs)` is what is scored, `sum(pairs)` what a mask over
-    the sequence as it is would score. Counted by inclusion and exclusion over sets of branches: the tokens that all of a set keep
-    lie at one distance between two borders of segments (the Chinese remainder theorem).
-
-    Args:
-        pattern: As in `count_pairs`; at most 12 branches per head.
-        num_tokens: As in `count_pairs`. Time grows with the number of segments until their borders repeat, not with N.
-        num_heads: As in `count_pairs`.
-        is_causal: As in `count_pairs`.
+    A pair that m branches join counts m times in the softmax: `sum(m * pairs)` is scored; a mask over the sequence would score
+    `sum(pairs)`. Counted by inclusion and exclusion over sets of branches, with the Chinese remainder theorem. The arguments are
+    those of `count_pairs`. Time grows with the number of segments until their boundaries repeat, not with N.
 
     Raises:
         ValueError: As in `count_pairs`.

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import Integers, checked, group_heads
 from flexdilated.core.branch import Kept
-from flexdilated.core.pattern import DilatedPattern, as_integer
+from flexdilated.core.integers import as_integer
+from flexdilated.core.pattern import DilatedPattern
 
 MAX_MATRIX = 4096  # tokens, of which every pair is looked at
 MAX_WINDOW = 2**26  # tokens of which a query may have seen any
@@ -41,13 +42,12 @@ def reachable(
     >>> [int(reachable(DilatedPattern((4, 16), (1, 4)), 16, 4, layers=n).sum()) for n in (0, 1, 2)]
     [16, 112, 256]
 
-    A layer mixes heads, so that what one head read the next layer's heads can pass on; and every token keeps itself through the
-    residual connection, whether a branch keeps it or not.
+    A layer mixes heads, and every token keeps itself through the residual connection, whether a branch keeps it or not.
 
     Args:
-        pattern: As in `longest_reach`.
-        num_tokens: Sequence length N, at most 4,096; `keys_seen` asks for one query of any sequence.
-        num_heads: As in `longest_reach`.
+        pattern: Which positions attend to which.
+        num_tokens: Sequence length N, at most 4,096; `keys_seen` takes one query of any sequence.
+        num_heads: Heads H. Under grouped-query attention these are key/value heads.
         layers: Layers L, at least 0.
         is_causal: Whether a query sees only keys at its own position and before.
 
@@ -84,13 +84,7 @@ def keys_seen(
     >>> keys_seen(DilatedPattern((4, 16), (1, 4)), 16, 1, query=4).tolist()
     [0, 4, 5, 6, 7, 8, 12]
 
-    Args:
-        pattern: As in `longest_reach`.
-        num_tokens: Sequence length N, up to 2**62: only the tokens that segments chain to the query are looked at.
-        num_heads: As in `longest_reach`.
-        query: A position in `[0, N)`.
-        layers: As in `reachable`.
-        is_causal: As in `reachable`.
+    The arguments are those of `reachable`, for N up to 2**62, and `query`, a position in `[0, N)`.
 
     Returns:
         Positions, ascending; the query itself is one of them.

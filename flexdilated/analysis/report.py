@@ -10,7 +10,8 @@ from flexdilated.analysis.coverage import count_uncovered, layers_to_cover, miss
 from flexdilated.analysis.lattice import checked
 from flexdilated.analysis.pairs import Balance, balance_of, count_multiplicities, count_pairs
 from flexdilated.analysis.reach import longest_reach
-from flexdilated.core.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one
+from flexdilated.core.integers import at_least_one
+from flexdilated.core.pattern import BACKWARD, FORWARD, DilatedPattern
 
 T = TypeVar("T")
 
@@ -70,14 +71,8 @@ def analyse(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
     >>> analysis.layers, analysis.uncovered, analysis.dense_pairs // analysis.total_pairs
     (2, 0, 9)
 
-    In closed form: seconds for a thousand million tokens of LongNet's pattern. A part that would have to be counted segment by
-    segment, and has too many, is None, and `not_counted` says why. Zero keys of `zero_padding` are not counted.
-
-    Args:
-        pattern: Which positions attend to which.
-        num_tokens: Sequence length N.
-        num_heads: Heads H. Under grouped-query attention these are key/value heads.
-        is_causal: Whether a query sees only keys at its own position and before.
+    In closed form: seconds for a thousand million tokens of LongNet's pattern. A count that needs too many steps is None, and
+    `not_counted` says why. The arguments are those of `count_pairs`.
 
     Raises:
         ValueError: If a number is below 1, or some branch would have no head.

@@ -39,8 +39,7 @@ class _Attention(nn.Module):
 class DilatedAttention(_Attention):
     """The popular port's attention.
 
-    >>> x = torch.randn(2, 64, 4, 8)
-    >>> DilatedAttention([16, 64], [1, 2])(x, x, x).shape
+    >>> DilatedAttention([16, 64], [1, 2])(*torch.randn(3, 2, 64, 4, 8)).shape
     torch.Size([2, 64, 4, 8])
     """
 
@@ -58,8 +57,7 @@ class DilatedAttention(_Attention):
 class ImprovedDilatedAttention(_Attention):
     """`DilatedAttention` with the arguments of the forks.
 
-    >>> x = torch.randn(2, 64, 4, 8)
-    >>> ImprovedDilatedAttention([16, 64], [1, 2], dropout=0.1).eval()(x, x, x).shape
+    >>> ImprovedDilatedAttention([16, 64], [1, 2], dropout=0.1).eval()(*torch.randn(3, 2, 64, 4, 8)).shape
     torch.Size([2, 64, 4, 8])
     """
 
@@ -71,8 +69,7 @@ class ImprovedDilatedAttention(_Attention):
 class RingDilatedAttention(_Attention):
     """The ring classes' attention, with the arguments of all of them.
 
-    >>> x = torch.randn(2, 64, 4, 8)
-    >>> RingDilatedAttention([16, 64], [1, 2])(x, x, x).shape
+    >>> RingDilatedAttention([16, 64], [1, 2])(*torch.randn(3, 2, 64, 4, 8)).shape
     torch.Size([2, 64, 4, 8])
 
     Each process computes the whole output from the whole query, key and value, as the earlier classes return it on every rank. To
@@ -84,8 +81,7 @@ class RingDilatedAttention(_Attention):
 class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
     """Dilated attention whose segments are compact patches of a 2-D grid: `RingDilatedAttention` along a Hilbert curve.
 
-    >>> x = torch.randn(2, 64, 4, 8)
-    >>> RingDilatedAttentionHybridHilbert([16, 64], [1, 2], grid=(8, 8))(x, x, x).shape
+    >>> RingDilatedAttentionHybridHilbert([16, 64], [1, 2], grid=(8, 8))(*torch.randn(3, 2, 64, 4, 8)).shape
     torch.Size([2, 64, 4, 8])
 
     The earlier class reordered keys and values only. Here queries, keys and values are reordered, and outputs are put back.

@@ -34,7 +34,7 @@ def create_dilated_attention(
     >>> type(create_dilated_attention('ring')).__name__
     'RingDilatedAttention'
 
-    Default lengths and rates: 2048, 4096, 8192 and 1, 2, 4. The forks ignored unknown arguments; here they raise an error.
+    Default lengths and rates: 2048, 4096, 8192 and 1, 2, 4. Unlike in the forks, unknown arguments raise an error.
 
     Raises:
         ValueError: If the type is unknown.

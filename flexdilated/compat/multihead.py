@@ -50,8 +50,7 @@ class _Multihead(attention.MultiheadDilatedAttention):
 class MultiheadDilatedAttention(_Multihead):
     """The popular port's layer; dilation rates come before segment lengths.
 
-    >>> out, _ = MultiheadDilatedAttention(32, 4, [1, 2], [16, 64])(torch.randn(2, 64, 32))
-    >>> out.shape
+    >>> MultiheadDilatedAttention(32, 4, [1, 2], [16, 64])(torch.randn(2, 64, 32))[0].shape
     torch.Size([2, 64, 32])
     """
 
@@ -60,8 +59,7 @@ class MultiheadDilatedAttention(_Multihead):
 class ImprovedMultiheadDilatedAttention(_Multihead):
     """`MultiheadDilatedAttention` with the arguments of the forks.
 
-    >>> out, _ = ImprovedMultiheadDilatedAttention(32, 4, [1, 2], [16, 64], layer_norm=False)(torch.randn(2, 64, 32))
-    >>> out.shape
+    >>> ImprovedMultiheadDilatedAttention(32, 4, [1, 2], [16, 64], layer_norm=False)(torch.randn(2, 64, 32))[0].shape
     torch.Size([2, 64, 32])
     """
 
@@ -70,8 +68,7 @@ class ImprovedMultiheadDilatedAttention(_Multihead):
 class RingMultiheadDilatedAttention(_Multihead):
     """The ring classes' layer; segment lengths come before dilation rates. Each process computes the whole layer.
 
-    >>> out, _ = RingMultiheadDilatedAttention(32, 4, [16, 64], [1, 2])(torch.randn(2, 64, 32))
-    >>> out.shape
+    >>> RingMultiheadDilatedAttention(32, 4, [16, 64], [1, 2])(torch.randn(2, 64, 32))[0].shape
     torch.Size([2, 64, 32])
     """
 

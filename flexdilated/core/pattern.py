@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from flexdilated.core.boundaries import first_near_ends, is_crossed
 from flexdilated.core.branch import Branch, HeadRun, Kept, Segments, ceil_div, segments_among
+from flexdilated.core.integers import as_integer, at_least_one, index_below, integer_tuple
 from flexdilated.core.pattern_svg import branches_svg
 
 Heads = Literal["all", "grouped"]
@@ -32,28 +32,24 @@ class DilatedPattern:
     >>> [pattern.offset(1, head, num_heads=8) for head in range(8)]  # of the branch at rate 4
     [0, 0, 1, 1, 2, 2, 3, 3]
 
-    Branch `i` cuts the sequence in segments of `segment_lengths[i]` tokens and keeps, for head `h`, the positions `p` with
-    `(p % w_i) % r_i == offset(i, h)`. Inside a branch, kept queries attend to kept keys of their own segment; the branches are
-    mixed by log-sum-exp, which is one softmax over the multiset union of their keys.
+    Branch `i` cuts the sequence in segments of `w_i` tokens and keeps, for head `h`, the positions `p` with `(p % w_i) % r_i ==
+    offset(i, h)`. Kept queries attend to kept keys of their own segment. All branches share one softmax.
     Source: LongNet, arXiv 2307.02486, sections 2.2-2.3; offsets and zero padding as published in torchscale.
 
     Args:
-        segment_lengths: Tokens per segment, one per branch, each in `[1, 2**40]`. A segment longer than the sequence means one
-            segment as long as the sequence.
+        segment_lengths: Tokens per segment, one length per branch, each in `[1, 2**40]`; it may exceed the sequence.
         dilation_rates: Every r-th token of a segment is kept, one rate per branch, `1 <= r <= w`.
-        heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: the heads are split in one contiguous group per
-            branch, the first `H % K` groups one head larger; a group runs its own branch alone with offset `i % r_i`, and what
-            it does not keep is 0. There must be a (key/value) head for every branch.
+        heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: each branch has a contiguous group of (key/value)
+            heads, the first `H % K` groups one head larger; offset `i % r_i`; tokens that are not kept give 0.
         offsets: Which residue a head keeps when `heads="all"`. `"blocked"`: `h // ceil(H / r)` (torchscale, GigaPath, LongViT).
             `"interleaved"`: `h % r` (the text of the paper).
-        zero_padding: Reproduce torchscale's zero keys: the projected keys and values are padded with zeros to whole segments
-            and whole rates, and those keys take part in non-causal softmaxes. Where a rate does not divide its segment and
-            there are several segments, torchscale's shifted output positions are reproduced too.
+        zero_padding: Reproduce torchscale's zero keys: keys and values are padded with zeros to whole segments and whole rates,
+            and those keys take part in non-causal softmaxes. Where a rate does not divide its segment length, torchscale also
+            shifts the outputs of several segments; this is reproduced in one process, and raises an error over ranks.
         detach_weights: Reproduce torchscale's gradient, which treats the mixing weights of the branches as constants.
 
     Raises:
-        ValueError: If the tuples are empty, differ in length or hold more than 256, a length is outside `[1, 2**40]`, a rate is
-            outside `[1, segment_length]`, or a rule is unknown.
+        ValueError: If the tuples are empty, differ in length or hold more than 256, a number is out of range or a rule unknown.
         TypeError: If a length or a rate is not an integer, or a flag is not a bool.
     """
 
@@ -65,8 +61,8 @@ class DilatedPattern:
     detach_weights: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segment_lengths", _integers("segment_lengths", self.segment_lengths))
-        object.__setattr__(self, "dilation_rates", _integers("dilation_rates", self.dilation_rates))
+        object.__setattr__(self, "segment_lengths", integer_tuple("segment_lengths", self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", integer_tuple("dilation_rates", self.dilation_rates))
         if not self.segment_lengths:
             raise ValueError("segment_lengths must hold at least one length, got ()")
         if len(self.segment_lengths) > MAX_BRANCHES:
@@ -132,10 +128,10 @@ class DilatedPattern:
         Args:
             seq_len: Tokens of the longest sequence.
             num_heads: Key/value heads.
-            local: Tokens per local segment. Default: about `seq_len / rate**2`, which costs as much as the far branch, at least
-                `3 * rate`; a length whose boundaries differ from those of the far branch, where there is one.
+            local: Tokens per local segment. Default: about `seq_len / rate**2`, at least `3 * rate`, so that both branches cost the
+                same and, if possible, have different boundaries.
             rate: Rate of the far branch. Default: the largest rate that leaves two heads to each residue, about `num_heads / 2`;
-                2 for two or three heads. Without a gain, as for one head or few tokens, the pattern is dense attention.
+                2 for two or three heads. For one head or few tokens the pattern is dense attention.
 
         Raises:
             ValueError: If a number is below 1, `seq_len` above 2**40, a residue without a head, or `local` below `2 * rate - 1`.
@@ -275,7 +271,7 @@ class DilatedPattern:
             ValueError: If the pattern has no such branch, or more groups of heads than there are heads.
             TypeError: If a number is not an integer.
         """
-        branch, num_heads = _index("branch", branch, len(self.segment_lengths)), as_integer("num_heads", num_heads)
+        branch, num_heads = index_below("branch", branch, len(self.segment_lengths)), as_integer("num_heads", num_heads)
         self.check_heads(num_heads)
         if self.heads == "all":
             return range(num_heads)
@@ -293,7 +289,7 @@ class DilatedPattern:
             ValueError: If there is no such branch or head.
             TypeError: If a number is not an integer.
         """
-        branch, head = _index("branch", branch, len(self.segment_lengths)), _index("head", head, num_heads)
+        branch, head = index_below("branch", branch, len(self.segment_lengths)), index_below("head", head, num_heads)
         rate = self.dilation_rates[branch]
         if self.heads == "grouped":
             return branch % rate
@@ -333,8 +329,7 @@ class DilatedPattern:
         Connected means: after enough layers, all heads together, every token has received information from every token that is at
         least `2 * r - 1` positions earlier. `r` is the largest rate of the branches that count. A branch counts if some head
         keeps each of its residues and `2 * r - 1 <= L`. `L` is the least common multiple of the lengths of the rate-1 branches.
-        True is always right. False is, unless only branches that do not count join the rest, and r is above 64 or they do so at
-        more than 128 boundaries.
+        False may be wrong only where branches that do not count join the rest, with r above 64 or at more than 128 boundaries.
 
         Args:
             num_tokens: Sequence length N.
@@ -441,52 +436,3 @@ def decode(numbers: Sequence[int]) -> DilatedPattern:
     heads, offsets, zeros, detached = (int(number) for number in numbers[:4])
     rules: Any = {"heads": HEADS[heads], "offsets": OFFSETS[offsets], "zero_padding": bool(zeros), "detach_weights": bool(detached)}
     return DilatedPattern(tuple(numbers[4::2]), tuple(numbers[5::2]), **rules)
-
-
-def is_integer(x: object) -> bool:
-    """Whether x is an int of Python, and no bool."""
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
-def as_integer(name: str, value: object) -> int:
-    """An integer as Python's: numpy's overflow.
-
-    Raises:
-        TypeError: If it is no integer.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value  # in compiled code, a symbol stays one
-    is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))  # tensors of a bool have an index
-    try:
-        number = None if is_bool else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:  # a float, in a tensor too; an array of several
-        number = None
-    if number is None:
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return number
-
-
-def at_least_one(name: str, value: object) -> int:
-    """As `as_integer`, of at least 1.
-
-    Raises:
-        ValueError: If it is less.
-        TypeError: If it is no integer.
-    """
-    number = as_integer(name, value)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
-    return number
-
-
-def _index(name: str, value: object, size: int) -> int:
-    number = as_integer(name, value)
-    if not 0 <= number < size:
-        raise ValueError(f"{name} must be in [0, {size}), got {number}")
-    return number
-
-
-def _integers(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
-    return tuple(as_integer(f"{name}[{i}]", value) for i, value in enumerate(values))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import torch
 from torch import Tensor
 
-from flexdilated.core.pattern import as_integer
+from flexdilated.core.integers import as_integer
 from flexdilated.draw.figure import INK, grid_of, new, plain
 from flexdilated.draw.places import Places, places_of
 from flexdilated.draw.weights import UNSEEN, check_path, check_weights, finish, outline
@@ -44,9 +44,8 @@ def draw_attention_map(
     >>> len(figure.axes)  # the panel and the colour bar
     2
 
-    Dark to light is small to large in cividis, safe for colour-blind readers; a weight of exactly 0 is small and light blue.
-    Patches lie row by row in a `grid`; without it, tokens follow one another in lines as in a text. With more than 4,096 tokens a
-    cell is the sum of several neighbours, and a note says so. For tiles of a slide use `flexdilated.draw.slide.draw_slide_map`.
+    Dark to light is small to large (cividis); a weight of exactly 0 is light blue. With more than 4,096 tokens a cell is the sum of
+    several neighbours, and a note says so. For tiles of a slide use `flexdilated.draw.slide.draw_slide_map`.
 
     Args:
         weights: `(N,)`, or `(P, N)` for P panels (say, heads) on one scale: one non-negative number per token. Of the weights of
@@ -57,8 +56,8 @@ def draw_attention_map(
         queries: The query token, outlined in red: a position in `[0, N)`, or one per panel.
         title: Above all panels.
         titles: One text per panel.
-        log_scale: Whether colours follow the logarithm of the weights. Default: where the largest is more than 50 times the median
-            of those above 0. What is below a ten thousandth of the largest is as dark as that then.
+        log_scale: Whether colours follow the logarithm of the weights, down to 1e-4 of the largest. Default: if the largest is more
+            than 50 times the median of the weights above 0.
 
     Returns:
         The figure, of matplotlib.

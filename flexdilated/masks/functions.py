@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flexdilated.core.branch import Kept, remainder
 from flexdilated.core.checks import check_losses
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.integers import is_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import plan_pieces, shifted_branches, uncached
 from flexdilated.core.reference import MaskMod, ScoreMod
 

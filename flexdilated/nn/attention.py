@@ -14,7 +14,8 @@ from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.core.call import EXCHANGES
 from flexdilated.core.checks import check_dense, check_losses, check_options
-from flexdilated.core.pattern import DilatedPattern, as_integer
+from flexdilated.core.integers import as_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.mesh import group_of, one_of_equal
@@ -27,8 +28,7 @@ from flexdilated.nn.position import Rotation
 class DilatedAttention(nn.Module):
     """`dilated_attention` with its options held by a module; dropout is active in training mode only.
 
-    >>> attention = DilatedAttention(DilatedPattern.causal(64, 4), is_causal=True)
-    >>> attention(*torch.randn(3, 2, 64, 4, 8)).shape  # q, k, v
+    >>> DilatedAttention(DilatedPattern.causal(64, 4), is_causal=True)(*torch.randn(3, 2, 64, 4, 8)).shape  # q, k, v
     torch.Size([2, 64, 4, 8])
 
     Args:
@@ -145,14 +145,12 @@ class MultiheadDilatedAttention(nn.Module):
     >>> attention(x, x, x)[0].shape
     torch.Size([2, 64, 32])
 
-    Unlike that, it has a LayerNorm before the output projection by default, draws other initial weights, and calls `dropout`
-    `dropout_p`; `from_torch` and `flexdilated.convert` keep the weights of one.
-
-    `out_proj(inner_attn_ln(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))`. Query, key and value have the same
-    length. The projections are modules, and called: hooks, adapters, parametrizations and quantization act in the call.
+    `out_proj(inner_attn_ln(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))`. By default it has a LayerNorm before
+    the output projection and its own initial weights; `from_torch` and `flexdilated.convert` keep the weights of a module.
+    Query, key and value have the same length. Hooks, adapters, parametrizations and quantization of the projections work;
     `torch.compile` looks for hooks once, at the first call: register them before.
 
-    With a mesh all three are this rank's contiguous shards of the sequence, and so is the output. Tensor parallelism: torch's
+    With a mesh, inputs and output are this rank's contiguous shards. Tensor parallelism: torch's
     `parallelize_module` shards the heads, with `ColwiseParallel(use_local_output=False)` on `q_proj`, `k_proj` and `v_proj`, and
     `RowwiseParallel()` on `out_proj`.
     Source: LongNet, arXiv 2307.02486; sub-LayerNorm and initial gains: MAGNETO, arXiv 2210.06423.
@@ -164,7 +162,7 @@ class MultiheadDilatedAttention(nn.Module):
         num_kv_heads: Key/value heads; must divide `num_heads`. Default: `num_heads`.
         dropout_p: Probability of dropping an attention weight in training.
         bias: Whether the four projections have a bias.
-        layer_norm: Whether a LayerNorm (`inner_attn_ln`) stands before the output projection.
+        layer_norm: Whether a LayerNorm (`inner_attn_ln`) comes before the output projection.
         layer_norm_eps: Its epsilon.
         gamma_init: Gain of the initial value and output projections; MAGNETO's is `sqrt(log(2 * num_layers))` for a decoder.
         is_causal: Whether a query sees only keys at its own position and before, unless a call says otherwise.

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from flexdilated.core.checks import is_number
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.integers import is_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn.position import SCALE_BASE
 
 NUMBERS = ("dropout_p", "attention_dropout_p", "scale_base")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.core.files import sync
 from flexdilated.core.hardware import autocast_dtype, holds_values
-from flexdilated.core.pattern import as_integer
+from flexdilated.core.integers import as_integer
 from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.ranks import draw_alike
 from flexdilated.distributed.mesh import one_of_equal
@@ -45,10 +45,9 @@ class LongNetLM(nn.Module):
     `x = embedding(tokens)`; per layer `x += attention(norm(x))`, `x += ffn(norm(x))`; `logits = head(norm(x))`.
     Source: LongNet, arXiv 2307.02486; sub-LayerNorm and initial gains: MAGNETO, arXiv 2210.06423; xPos: arXiv 2212.10554.
 
-    With a mesh the sequence is sharded over its ranks: each gives `forward` its contiguous shard and gets the logits of that shard,
-    those of one process; the gradients of the parameters must be summed over the ranks. Residual dropout draws from each rank's own
-    generator, so seed ranks differently. Decoding (`caches`, `generate`) uses the mesh where it is given shards of the prompt, and
-    caches over a mesh; else every rank reads and continues whole prompts of its own.
+    With a mesh `forward` takes this rank's contiguous shard and returns its logits; sum the gradients of the parameters over the
+    ranks, and seed ranks differently for residual dropout. Decoding (`caches`, `generate`) uses the mesh for prompts in shards and
+    caches over a mesh; otherwise every rank continues its own whole prompts.
 
     Args:
         config: Sizes, pattern and options.

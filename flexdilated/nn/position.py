@@ -113,14 +113,12 @@ class Rotary(nn.Module):
 class XPos(Rotary):
     """Rotary positions whose scores also decay with distance: pair `i` by `zeta_i ** (distance / scale_base)`.
 
-    >>> rotation = XPos(8, DilatedPattern.causal(64, 4))(torch.arange(64))
-    >>> q, k = rotation.apply(*torch.randn(2, 1, 64, 4, 8))
+    >>> q, k = XPos(8, DilatedPattern.causal(64, 4))(torch.arange(64)).apply(*torch.randn(2, 1, 64, 4, 8))
     >>> q.shape
     torch.Size([1, 64, 4, 8])
 
-    `zeta_i = (2 i / D + 0.4) / 1.4`. Queries are multiplied by `zeta ** (p / scale_base)` and keys divided by it, which overflows
-    for positions far from 0. Only their distance counts, and only inside a segment: so positions are counted from the middle of
-    the longest segment, exactly, wherever the other segments divide it.
+    `zeta_i = (2 i / D + 0.4) / 1.4`. Queries are multiplied by `zeta ** (p / scale_base)`, keys divided by it. To avoid overflow,
+    positions are counted from the middle of the longest segment if the other segments divide it.
     Source: xPos, arXiv 2212.10554, section 3.2.
 
     Args:

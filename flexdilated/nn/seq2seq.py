@@ -183,11 +183,9 @@ class LongNet(nn.Module):
     >>> model(torch.randn(2, 64, 32), torch.randn(2, 64, 32)).shape  # source, target
     torch.Size([2, 64, 32])
 
-    `memory = norm(encoder(src))`, `out = norm(decoder(tgt, memory))`, pre-norm layers with sub-LayerNorm. Cross-attention is
-    dilated like self-attention by default: decoder token `p` sees the memory at the positions that its branch keeps in the segment
-    of `p`. So the segments of both sides must line up, and other lengths are refused. The paper's authors have dense
-    cross-attention in their decoder (torchscale, model/longnet.py, whose layer replaces the self-attention alone): with
-    `cross_attention="dense"` every decoder token sees the whole memory, and the lengths may differ.
+    `memory = norm(encoder(src))`, `out = norm(decoder(tgt, memory))`, pre-norm layers with sub-LayerNorm. By default
+    cross-attention is dilated: decoder token `p` sees the kept memory in the segment of `p`, so both sides must have one length.
+    With `cross_attention="dense"`, as in torchscale, every decoder token sees the whole memory, of any length.
     Source: LongNet, arXiv 2307.02486; sub-LayerNorm (none in cross-attention) and initial gains for N encoder and M decoder layers,
     `sqrt(log(3 M) log(2 N) / 3)` and `sqrt(log(3 M))`: MAGNETO, arXiv 2210.06423, figure 2.
 
@@ -206,11 +204,10 @@ class LongNet(nn.Module):
         encoder_is_causal: Whether a source token sees only those before it.
         decoder_is_causal: Whether a target token sees only those before it.
         cross_is_causal: Whether a target token sees only the memory up to its own position; only in dilated cross-attention.
-        cross_attention: `"dilated"`, between sides of equal length, or `"dense"`, as in torchscale, between any.
+        cross_attention: `"dilated"` or `"dense"`.
         backend: `"auto"` or the name of an engine, of all dilated attention; dense cross-attention is torch's own.
-        mesh: A 1-D `DeviceMesh` over which both sequences are sharded, such as `mesh["cp"]`: `forward` takes this rank's contiguous
-            shards and gives that of the output. Dense cross-attention is then one branch that keeps everything, over as many rows
-            on each rank as the longer side has there. Default: the sequences are whole.
+        mesh: A 1-D `DeviceMesh` over which both sequences are sharded, such as `mesh["cp"]`: `forward` takes and returns this
+            rank's contiguous shards. Default: the sequences are whole.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
         device: Where the parameters live.
         dtype: Of the parameters.
