@@ -138,15 +138,14 @@ def dilated_attention(
         for float64 inputs).
 
     Raises:
-        ValueError: If a shape, length, probability or name is wrong, or the pattern has more groups of heads than k has heads.
+        ValueError: If a shape, length, probability or name is wrong, or some branch would have no head.
         TypeError: If an argument has the wrong type or dtype.
         NotImplementedError: If the named backend cannot run the call, on a double backward, for score and mask functions with
             `exchange="ring"`, or for shifted positions (`DilatedPattern.zero_padding`) over ranks.
 
     Warns:
         UserWarning: Once, if a causal call has a pattern that is not connected (`DilatedPattern.crosses_boundaries`), or no head
-            keeps some token. Published patterns, `DilatedPattern.longnet()` and those with zero keys, packed documents and
-            compiled calls do not warn.
+            keeps some token. Published patterns, packed documents and compiled calls do not warn.
     """
     out, lse = attend(
         q,

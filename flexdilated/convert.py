@@ -47,9 +47,8 @@ def convert(
     The model changes in place; only a model that is itself such a module is replaced. Under a pattern that keeps everything its
     outputs stay the same. `nn.TransformerEncoderLayer` no longer takes its fused path. A shared layer stays shared.
 
-    A class token is an ordinary token at the first position: it sees its own segment of each branch, in the heads that keep it. Use
-    the mean of all tokens instead, give the pattern a branch as long as the sequence with rate 1, or fine-tune. For a model of
-    the transformers library: `flexdilated.hub.transformers`.
+    A class token is an ordinary first token: it sees its own segment of each branch, in the heads that keep it. Use the mean of all
+    tokens instead, a rate-1 branch as long as the sequence, or fine-tune. For transformers' models: `flexdilated.hub.transformers`.
 
     Args:
         model: Any model.
@@ -60,9 +59,8 @@ def convert(
         order: The order in which attention reads the patches of timm's models, such as the Hilbert curve of
             `flexdilated.ordering.grid_order(grid)`; `model.num_prefix_tokens` tokens stay in front. Default: the model's order.
         skip: Paths in the model of attention layers to leave as they are.
-        mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`: the model receives equal shards of each sequence. Only attention
-            communicates: pass shards of positions too, and cut a class token with the sequence. For models with
-            `nn.MultiheadAttention`. Default: sequences are whole.
+        mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`: the model, with `nn.MultiheadAttention`, receives equal shards of each
+            sequence, positions and class token included, since only attention communicates. Default: sequences are whole.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
 
     Returns:

@@ -53,11 +53,9 @@ def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) ->
     >>> count_uncovered(DilatedPattern((16,), (4,)), 64, 2)  # two heads keep two of four residues
     32
 
-    The arguments are those of `count_pairs`. Time grows with the number of segments until their boundaries repeat, not with N.
+    Arguments and errors are those of `count_pairs`. Time grows with the segments until their boundaries repeat.
 
     Raises:
-        ValueError: If a number is below 1, or some branch would have no head.
-        TypeError: If an argument has the wrong type.
         NotImplementedError: If there are too many segments before their boundaries repeat.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
@@ -96,12 +94,10 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
     2
 
     All heads together, and every token keeps itself, as in `reachable`. A boundary that all branches share is never crossed; if
-    causal, one that all undilated branches share. The arguments are those of `count_pairs`. Time does not grow with N where
+    causal, one that all undilated branches share. Arguments and errors are those of `count_pairs`. Time does not grow with N where
     segments nest and rates divide the shortest one, or where the answer is None; otherwise with the number of segments.
 
     Raises:
-        ValueError: If a number is below 1, or some branch would have no head.
-        TypeError: If an argument has the wrong type.
         NotImplementedError: If the segments do not nest and are too many to look at all of them.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)

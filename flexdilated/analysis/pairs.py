@@ -50,7 +50,7 @@ def count_pairs(
         One tuple per branch, one integer per head in it.
 
     Raises:
-        ValueError: If a number is below 1, or `heads="grouped"` has more branches than heads.
+        ValueError: If a number is below 1, or some branch would have no head.
         TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
@@ -82,11 +82,10 @@ def count_multiplicities(
     ({1: 128, 2: 32}, {1: 128, 2: 32})
 
     A pair that m branches join counts m times in the softmax: `sum(m * pairs)` is scored; a mask over the sequence would score
-    `sum(pairs)`. Counted by inclusion and exclusion over sets of branches, with the Chinese remainder theorem. The arguments are
-    those of `count_pairs`. Time grows with the number of segments until their boundaries repeat, not with N.
+    `sum(pairs)`. Counted by inclusion and exclusion over sets of branches, with the Chinese remainder theorem. Arguments and
+    errors are those of `count_pairs`. Time grows with the number of segments until their boundaries repeat, not with N.
 
     Raises:
-        ValueError: As in `count_pairs`.
         NotImplementedError: If a head runs more than 12 branches, or rates have a least common multiple of 2**62 or more.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)

@@ -84,13 +84,10 @@ def keys_seen(
     >>> keys_seen(DilatedPattern((4, 16), (1, 4)), 16, 1, query=4).tolist()
     [0, 4, 5, 6, 7, 8, 12]
 
-    The arguments are those of `reachable`, for N up to 2**62, and `query`, a position in `[0, N)`.
-
-    Returns:
-        Positions, ascending; the query itself is one of them.
+    Positions in ascending order, with the query itself. Arguments and errors are those of `reachable`, for N up to 2**62.
 
     Raises:
-        ValueError: As in `reachable`, or if the query is outside the sequence.
+        ValueError: If the query is outside the sequence.
         NotImplementedError: If more than 2**26 tokens could have been seen.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)

@@ -72,11 +72,7 @@ def analyse(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
     (2, 0, 9)
 
     In closed form: seconds for a thousand million tokens of LongNet's pattern. A count that needs too many steps is None, and
-    `not_counted` says why. The arguments are those of `count_pairs`.
-
-    Raises:
-        ValueError: If a number is below 1, or some branch would have no head.
-        TypeError: If an argument has the wrong type.
+    `not_counted` says why. Arguments and errors are those of `count_pairs`.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     pairs = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal)

@@ -72,8 +72,7 @@ class RingDilatedAttention(_Attention):
     >>> RingDilatedAttention([16, 64], [1, 2])(*torch.randn(3, 2, 64, 4, 8)).shape
     torch.Size([2, 64, 4, 8])
 
-    Each process computes the whole output from the whole query, key and value, as the earlier classes return it on every rank. To
-    share the work, or hold only a part of the sequence on each rank, use `flexdilated.DilatedAttention(mesh=...)`.
+    Each process computes the whole output from whole inputs. To share work or memory, use `flexdilated.DilatedAttention(mesh=...)`.
     """
 
 

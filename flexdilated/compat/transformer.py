@@ -116,8 +116,7 @@ class LongNet(nn.Module):
     >>> model(torch.randn(2, 64, 32)).shape
     torch.Size([2, 64, 32])
 
-    Initial gains for N encoder and M decoder layers: `sqrt(log(3 M) log(2 N) / 3)` and `sqrt(log(3 M))`.
-    Weights of the port's model load.
+    Weights of the port's model load. Initial gains are those of `flexdilated.LongNet`.
     """
 
     def __init__(

@@ -172,7 +172,7 @@ class DilatedPattern:
         torchscale's rules. The default gives 1024, 5792, 32768, 185363, 1048576.
 
         Raises:
-            ValueError: If the slide is not at least four tiles wide: a segment of its 16 tiles is the shortest for rate 16.
+            ValueError: If the slide is not at least four tiles wide.
             TypeError: If a number is not an integer.
         """
         max_wsi_size, tile_size = as_integer("max_wsi_size", max_wsi_size), as_integer("tile_size", tile_size)
@@ -348,18 +348,8 @@ class DilatedPattern:
         16
 
         Position b is crossed if the tokens from `b` on receive information from all tokens at least `2 * r - 1` positions earlier.
-        The end of the sequence is no boundary. Without a rate-1 branch the answer is 1.
-
-        Args:
-            num_tokens: As in `crosses_boundaries`.
-            num_heads: As in `crosses_boundaries`.
-
-        Returns:
-            A position in `[1, N)`: token `b - 1` is the last one before the boundary.
-
-        Raises:
-            ValueError: As `crosses_boundaries`.
-            TypeError: As `crosses_boundaries`.
+        It is in `[1, N)`: the end of the sequence is no boundary. Without a rate-1 branch the answer is 1. Arguments and errors are
+        those of `crosses_boundaries`.
         """
         num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
         self.check_heads(num_heads)

@@ -48,8 +48,7 @@ def unshard_sequence(
 
     Raises:
         TypeError: If the batch holds no tensor, or something of another type.
-        ValueError: If the tensors differ in length, this rank holds another number of tokens than `shard_lengths` says, or, on all
-            of them, the ranks differ in lengths, dtype or other dims.
+        ValueError: If tensors differ in length, shards are not as `shard_lengths` says, or ranks differ in dtype or other dims.
     """
     return _unsharded(batch_local, mesh, dim, shard_lengths, reduce_gradients)
 
@@ -91,7 +90,7 @@ def gather_tokens(
     Differentiable, as `unshard_sequence`.
 
     Args:
-        x_local: This rank's shard `(B, n, E)`, which may be empty: hidden states, say, before the head of a language model.
+        x_local: This rank's shard `(B, n, E)`, which may be empty.
         positions: `(B,)` int64 or int32, of the tokens in the whole sequence, the same on every rank.
         mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`.
         shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.

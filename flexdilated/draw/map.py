@@ -48,8 +48,8 @@ def draw_attention_map(
     several neighbours, and a note says so. For tiles of a slide use `flexdilated.draw.slide.draw_slide_map`.
 
     Args:
-        weights: `(N,)`, or `(P, N)` for P panels (say, heads) on one scale: one non-negative number per token. Of the weights of
-            `attention_map`, leave out the columns of tokens that have no place (`weights[0, :, 0, 1:]` behind a CLS token).
+        weights: `(N,)`, or `(P, N)` for P panels on one scale: one non-negative number per token, without class tokens
+            (`weights[0, :, 0, 1:]` of `attention_map`).
         path: Where to write the picture too: .png, .pdf or .svg.
         grid: `(rows, columns)` of an image whose N patches are in row-major order.
         words: N texts, written in the cells of a strip; at most 480.
@@ -63,8 +63,8 @@ def draw_attention_map(
         The figure, of matplotlib.
 
     Raises:
-        ValueError: If shapes do not match, a weight is negative or not finite, all weights are 0 under `log_scale`, the file name
-            has another ending, or `grid` meets `words`.
+        ValueError: If shapes do not match, a weight is negative or not finite, all weights are 0 under `log_scale`, the file
+            has another ending, or both `grid` and `words` are given.
         TypeError: If an argument has the wrong type.
         OSError: If the picture cannot be written.
     """

@@ -79,8 +79,7 @@ def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal:
     >>> len(figure.axes)
     2
 
-    The outlined squares on the diagonal are the segments of each branch. Every cell has the same whole number of pixels. Above
-    1,024 tokens a cell is a square of pairs, coloured by the joins per pair.
+    Outlined squares are the segments of each branch. Above 1,024 tokens a cell is a square of pairs, coloured by joins per pair.
 
     Args:
         pattern: Which positions attend to which.

@@ -27,8 +27,7 @@ def dilated_mask_mod(
     >>> mask_mod(0, 0, torch.tensor(3), torch.arange(5)).tolist()
     [True, True, True, True, False]
 
-    With `dilated_score_mod` of the same arguments, plain `flex_attention` computes the mixture of `dilated_attention`, gradients
-    included. It composes with `and_masks`, `or_masks` and other score functions.
+    With `dilated_score_mod` of the same arguments, `flex_attention` computes `dilated_attention`, gradients included.
 
     Args:
         pattern: Which positions attend to which.
@@ -56,9 +55,7 @@ def dilated_score_mod(
     >>> score_mod(torch.zeros(3), 0, 0, torch.tensor(0), torch.tensor([3, 7, 8])).exp().round().tolist()
     [2.0, 1.0, 0.0]
 
-    In the one softmax over all branches a key that m of them join counts m times. A pair that none joins gets -inf, so the function
-    is exact even without the mask; the mask is what saves the work.
-
+    A key that m branches join counts m times in the softmax. A pair that none joins gets -inf, so the mask only saves work.
     The arguments are those of `dilated_mask_mod`.
 
     Raises:

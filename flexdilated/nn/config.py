@@ -38,9 +38,8 @@ class LongNetConfig:
         backend: Engine of the attention: `"auto"` or a name.
 
     Raises:
-        ValueError: If a number is below 1 or does not divide, a probability is out of range, the position is unknown, or there are
-            fewer key/value heads than the pattern groups.
-        TypeError: If the pattern is not a `DilatedPattern`, or another field has the wrong type.
+        ValueError: If a number is out of range or does not divide, the position is unknown, or some branch would have no head.
+        TypeError: If a field has the wrong type.
     """
 
     vocab_size: int

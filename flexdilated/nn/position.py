@@ -75,8 +75,7 @@ class Rotary(nn.Module):
     >>> Rotary(8)(torch.arange(64)).q_cos.shape
     torch.Size([64, 1, 4])
 
-    The score of a query and a key depends on their distance alone. Angles are computed for the positions at hand, in float64, so
-    that position 1,000,001 is told from 1,000,000: there is no table and no longest length.
+    The score of a query and a key depends on their distance alone. Angles are computed in float64, for any length.
     Source: RoFormer, arXiv 2104.09864, section 3.2; pairs of elements as in GPT-NeoX and Llama.
 
     Args:
@@ -155,13 +154,12 @@ class XPos(Rotary):
     ) -> Rotation:
         """The rotation of `(N,)` positions, with the decay in it.
 
-        All positions that meet must be centred alike. A part of a sequence, its shard, gets exactly the rotation that it has in
-        the whole when the whole is described: by `length`, and the borders of its documents if it is packed.
+        A shard has the rotation of the whole sequence if `length`, and `cu_seqlens` of packed documents, describe the whole.
 
         Args:
-            positions: Counted from the beginning of the sequence, or of the document of each.
-            length: Tokens of the whole sequence, whose positions begin at 0. Default: these positions are the whole.
-            cu_seqlens: `(num_documents + 1,)` borders of documents packed in the whole sequence; comes with `length`.
+            positions: Counted from the beginning of the sequence, or of each document.
+            length: Tokens of the whole sequence, from position 0. Default: these positions are the whole.
+            cu_seqlens: `(num_documents + 1,)` boundaries of documents packed in the whole sequence; comes with `length`.
             dtype: Of the queries and keys. Default: torch's default dtype.
 
         Raises:
@@ -188,12 +186,11 @@ class XPos(Rotary):
     def decode(self, positions: Tensor, *, max_length: int | None = None, dtype: torch.dtype | None = None) -> Rotation:
         """The rotation of `(B, N)` positions, such that keys rotated in one call meet queries rotated in any other.
 
-        The centre must be the same in every call: positions are counted from the middle of the least common multiple of the
-        segment lengths, which no segment crosses, or of `max_length` if that is less.
+        Positions are counted from the middle of the least common multiple of the segment lengths, or of `max_length` if less.
 
         Args:
-            positions: Below `max_length`, where that is given.
-            max_length: Positions that will be reached at most. Default: any number.
+            positions: Below `max_length`.
+            max_length: Largest number of positions. Default: no limit.
             dtype: Of the queries and keys. Default: torch's default dtype.
 
         Raises:

@@ -206,15 +206,14 @@ class LongNet(nn.Module):
         cross_is_causal: Whether a target token sees only the memory up to its own position; only in dilated cross-attention.
         cross_attention: `"dilated"` or `"dense"`.
         backend: `"auto"` or the name of an engine, of all dilated attention; dense cross-attention is torch's own.
-        mesh: A 1-D `DeviceMesh` over which both sequences are sharded, such as `mesh["cp"]`: `forward` takes and returns this
-            rank's contiguous shards. Default: the sequences are whole.
+        mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`: `forward` takes and returns this rank's contiguous shards. Default: none.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
         device: Where the parameters live.
         dtype: Of the parameters.
 
     Raises:
-        ValueError: If a number does not divide or is out of range, `cross_attention` is unknown, or dense and causal, the mesh
-            is not 1-D or lacks this rank, or the exchange is unknown.
+        ValueError: If a number does not divide or is out of range, cross-attention is dense and causal, the mesh does not fit, or a
+            name is unknown.
         TypeError: If the mesh is no `DeviceMesh`.
     """
 
@@ -312,11 +311,9 @@ class LongNet(nn.Module):
         Args:
             src: `(B, N, d_model)`.
             tgt: `(B, N, d_model)`; as long as src under dilated cross-attention.
-            src_key_padding_mask: `(B, N)` bool, True where a source token is ignored, in the encoder and by cross-attention; or in
-                floating point, 0 and -inf.
+            src_key_padding_mask: `(B, N)`: True where a source token is ignored everywhere; or a float mask of 0 and -inf.
             tgt_key_padding_mask: `(B, N)`, the same of target tokens.
-            shard_lengths: With a mesh, where all of the above are this rank's shards: source tokens of each rank, the same on every
-                rank. Default: equally many.
+            shard_lengths: With a mesh (inputs are shards): source tokens of each rank. Default: equally many.
             tgt_shard_lengths: With a mesh: target tokens of each rank. Default: `shard_lengths`, or equally many without it.
 
         Raises:
