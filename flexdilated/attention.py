@@ -89,7 +89,7 @@ def dilated_attention(
 
     Branch `i` of the pattern is softmax attention among the positions `p` with `(p % w) % r == offset`, inside segments of `w`
     tokens; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. This is one softmax over the keys of all branches: a
-    key in m of them counts m times. A query without keys has `out = 0`, `lse = -inf` and gradient 0. Segments may end early.
+    key in m of them counts m times. A query without keys has `out = 0`, `lse = -inf` and gradient 0. The last segment may be short.
     Gradients are exact, and only q, k, v, out and lse are kept. Autocast casts q, k and v as for `scaled_dot_product_attention`.
 
     The layout is `(B, N, H, D)`, tokens before heads, as in flash-attn. `scaled_dot_product_attention` and `flex_attention` take
