@@ -82,22 +82,23 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Segment-local dilated attention, its branches mixed by log-sum-exp.
 
+    >>> q, k, v = torch.randn(3, 1, 1024, 8, 64)  # (B, N, H, D) each
+    >>> out = dilated_attention(q, k, v, DilatedPattern.causal(1024, 8), is_causal=True)
+    >>> out.shape
+    torch.Size([1, 1024, 8, 64])
+
     Branch `i` of the pattern is softmax attention among the positions `p` with `(p % w) % r == offset`, inside segments of `w`
-    tokens; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. Equivalently: one softmax over the multiset union of
-    the branches' keys. The last segment may be shorter; padding never takes part (but see `DilatedPattern.zero_padding`). A query
-    that no key reaches has `out = 0`, `lse = -inf` and gradient 0. Gradients are exact, and only q, k, v, out and lse are kept.
-    Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them; it reaches no further, neither in the forward
-    nor in the backward.
+    tokens; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. This is one softmax over the keys of all branches: a
+    key in m of them counts m times. A query without keys has `out = 0`, `lse = -inf` and gradient 0. The last segment may be short.
+    Gradients are exact, and only q, k, v, out and lse are kept. Autocast casts q, k and v as for `scaled_dot_product_attention`.
 
-    The layout is `(B, N, H, D)`, tokens before heads, as in flash-attn. That of `scaled_dot_product_attention` and `flex_attention`
-    is `(B, H, N, D)`: transpose dims 1 and 2 of what was made for them. With as many heads as q in k and v, nothing can tell one
-    layout from the other, and heads would be taken for tokens. Nor is there an `attn_mask`: `key_padding_mask` ignores keys (True
-    ignores, where that keeps), `mask_mod` takes pairs away, `score_mod` adds to scores, and `causal` is called `is_causal`.
+    The layout is `(B, N, H, D)`, tokens before heads, as in flash-attn. `scaled_dot_product_attention` and `flex_attention` take
+    `(B, H, N, D)`: transpose dims 1 and 2 of their tensors, since a wrong layout often raises no error. There is no `attn_mask`:
+    `key_padding_mask` ignores keys (True ignores), `mask_mod` removes pairs, `score_mod` changes scores.
 
-    With `mesh`, q, k and v are this rank's contiguous shard of a longer sequence, and so are `key_padding_mask`, `out` and `lse`;
-    segments, offsets and `cu_seqlens` follow positions in the whole sequence. The result is that of one device, gradients included:
-    every rank must then call backward. A segment inside a shard needs no communication. DTensors say themselves how they are
-    sharded: on the tokens, as with `mesh`; on the heads, whose offsets then follow their index in the whole model; on the batch.
+    With `mesh`, q, k, v, `key_padding_mask`, `out` and `lse` are this rank's contiguous shard of a longer sequence; segments,
+    offsets and `cu_seqlens` follow positions in the whole sequence. The result equals that of one device, gradients included: every
+    rank must call backward. DTensors carry their sharding: on tokens, on heads (offsets follow the whole model), or on the batch.
     Source: LongNet, arXiv 2307.02486, section 2 and, for the distributed algorithm, section 3.
 
     Args:
@@ -107,31 +108,29 @@ def dilated_attention(
         v: Values, the shape of k.
         pattern: Which positions attend to which.
         is_causal: Whether a query sees only keys at its own position and before.
-        scale: Multiplies `q @ k^T`. Default: `D ** -0.5`. Large scores lose digits in float32. With several branches, scores of
-            400 and weights that differ little give dq a relative error of 1e-4 to 1e-3, scores of 3,000 1e-3 to 3e-2: up to 8 and
-            23 times that of `scaled_dot_product_attention` on short rows. The numerics guide has the table. Use float64, or
-            subtract the mean of the keys, which moves no output unless there are zero keys or a `score_mod`.
+        scale: Multiplies `q @ k^T`. Default: `D ** -0.5`. Large scores lose digits in float32: scores of 400 can give dq a relative
+            error of 1e-3 (the numerics guide has a table). Use float64, or subtract the mean of the keys, which moves no output
+            unless there are zero keys or a `score_mod`.
         dropout_p: Probability of dropping an attention weight, in [0, 1). Active whenever it is above 0: pass 0 in evaluation.
-            Reproducible under `torch.manual_seed`; `lse` is that of the undropped weights. Shards over a mesh and those of DTensors
-            drop differently, also where their ranks are seeded alike; replicas drop the same only then.
+            Reproducible under `torch.manual_seed`; `lse` ignores it. Shards drop differently, whatever the seeds of their ranks;
+            replicas drop the same weights only under equal seeds.
         key_padding_mask: `(B, N)` bool, True where a key is ignored, as in `nn.MultiheadAttention`. What ignored keys and values
             hold, NaN included, has no effect.
-        cu_seqlens: `(num_documents + 1,)` int32 or int64, for `B = 1`: documents packed one after another begin and end at these
-            tokens. Each is computed exactly as if it were alone: segments and offsets start anew. Reading it waits for the device.
+        cu_seqlens: `(num_documents + 1,)` int32 or int64, for `B = 1`: boundaries of packed documents. Each document is computed
+            exactly as if it were alone. Reading the boundaries waits for the device.
         score_mod: FlexAttention's score function, `(score, b, h, q_idx, kv_idx)` to a score: pointwise, in the positions of the
-            tokens as they are given here, whatever layout runs underneath. Tensors that it holds get their gradients.
-        mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it takes pairs away
-            from the pattern. Over a mesh both functions, of positions in the whole sequence, must be the same on all ranks; a
-            rank's gradient of what they hold is that of the pairs that it scores: the sum over ranks is the whole.
+            tokens of this call. Tensors that it holds get their gradients.
+        mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it removes pairs of the
+            pattern. Over a mesh both functions take positions in the whole sequence and must be the same on all ranks; the
+            gradients of the tensors that they hold must be summed over ranks.
         backend: `"auto"`, or the name of an engine: `"sdpa"`, `"flash"`, `"triton"`, `"flex"`, `"reference"`. A named engine runs
             or raises, it is never replaced.
         return_lse: Whether to return `lse` too. It is differentiable.
         mesh: A 1-D `DeviceMesh`, or one axis of a larger one, whose ranks hold the sequence in their order.
-        exchange: How rows travel over the mesh. `"gather"`: the keys and values that a rank needs, all at once. `"ring"`: those of
-            one rank after another, in memory that does not grow with the number of ranks. `"heads"`: the rows of a segment to the
-            ranks that compute its heads, and the outputs back. `"auto"`: whichever takes the busiest rank the least time, by the
-            speeds of links and ranks that `FLEXDILATED_LINK_SPEED` and `FLEXDILATED_COMPUTE_SPEED` say, of those whose buffers are
-            no larger than twice q, k, v and out, or than 128 MiB where that is more.
+        exchange: How rows travel over the mesh. `"gather"`: the keys and values that a rank needs, in one exchange. `"ring"`: keys
+            and values of one rank after another, in memory that does not grow with the number of ranks. `"heads"`: rows to the
+            ranks that compute a head of their segment, and outputs back. `"auto"`: the fastest by estimate (speeds from
+            `FLEXDILATED_LINK_SPEED` and `FLEXDILATED_COMPUTE_SPEED`), in buffers of at most 128 MiB or twice q, k, v and out.
         shard_lengths: Tokens of each rank, 0 allowed, the same on all ranks. Default: as many as this rank's on every rank.
 
     Returns:
@@ -139,15 +138,14 @@ def dilated_attention(
         for float64 inputs).
 
     Raises:
-        ValueError: If a shape, length, probability or name is wrong, or the pattern has more groups of heads than k has heads.
+        ValueError: If a shape, length, probability or name is wrong, or some branch would have no head.
         TypeError: If an argument has the wrong type or dtype.
-        NotImplementedError: If the named backend cannot run the call, on a double backward, or for score and mask functions with
-            `exchange="ring"`.
+        NotImplementedError: If the named backend cannot run the call, on a double backward, for score and mask functions with
+            `exchange="ring"`, or for shifted positions (`DilatedPattern.zero_padding`) over ranks.
 
     Warns:
         UserWarning: Once, if a causal call has a pattern that is not connected (`DilatedPattern.crosses_boundaries`), or no head
-            keeps some token. Published patterns, `DilatedPattern.longnet()` and those with zero keys, packed documents and
-            compiled calls do not warn.
+            keeps some token. Published patterns, packed documents and compiled calls do not warn.
     """
     out, lse = attend(
         q,

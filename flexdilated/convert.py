@@ -33,22 +33,22 @@ def convert(
 ) -> nn.Module:
     """The model with dilated attention in the place of its attention, on its weights.
 
+    >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    >>> type(convert(model, DilatedPattern((8, 64), (1, 2))).self_attn).__name__
+    'MultiheadDilatedAttention'
+
     It looks for modules of these classes:
 
     - `nn.MultiheadAttention`, also inside `nn.TransformerEncoder` and torchvision's vision transformers. A
-      `MultiheadDilatedAttention` takes its place. The weights are copies, as the packed projection is taken apart: build the
-      optimizer afterwards. Frozen weights stay frozen. Attention weights cannot be asked for any more.
-    - timm's `Attention`, `AttentionRope`, `EvaAttention`, `RelPosAttention` and BEiT's, which its plain vision transformers are
-      made of. A `flexdilated.hub.timm.TimmAttention` takes its place, with the same parameters under the same names.
+      `MultiheadDilatedAttention` replaces it. The weights are copies: build the optimizer afterwards. Frozen weights stay frozen.
+    - timm's `Attention`, `AttentionRope`, `EvaAttention`, `RelPosAttention` and BEiT's. A `flexdilated.hub.timm.TimmAttention`
+      replaces it, with the same parameters under the same names.
 
-    In place; only a model that is itself such a module comes back as another one. Under a pattern that keeps everything it computes
-    what it did. `nn.TransformerEncoderLayer` then takes its ordinary path, since its fused one knows no pattern, and
-    `nn.TransformerEncoder` makes no nested tensors. A layer that the model holds at several places stays one layer.
+    The model changes in place; only a model that is itself such a module is replaced. Under a pattern that keeps everything its
+    outputs stay the same. `nn.TransformerEncoderLayer` no longer takes its fused path. A shared layer stays shared.
 
-    Class and register tokens are tokens like all others to a pattern, at the first positions: a class token sees its own segment of
-    each branch, and in a dilated one only the heads that keep its position see it and let it see. What a model was trained to
-    gather in a class token is then gathered from those tokens alone; average over the tokens, give the pattern a branch as long as
-    the sequence with rate 1, or fine-tune. For a model of the transformers library: `flexdilated.hub.transformers`.
+    A class token is an ordinary first token: it sees its own segment of each branch, in the heads that keep it. Use the mean of all
+    tokens instead, a rate-1 branch as long as the sequence, or fine-tune. For transformers' models: `flexdilated.hub.transformers`.
 
     Args:
         model: Any model.
@@ -56,27 +56,22 @@ def convert(
         dropout_p: Probability of dropping an attention weight in training. Default: each layer's own.
         is_causal: Whether queries see only keys at their own position and before, whatever a call says.
         backend: `"auto"` or the name of an engine.
-        order: The order in which the pattern counts the patches of timm's models, such as the Hilbert curve of
-            `flexdilated.ordering.grid_order(grid)`; class and register tokens, `model.num_prefix_tokens` of them, stay in front.
-            The model's own tokens keep their places, outside of its attention. Default: as the model has them.
+        order: The order in which attention reads the patches of timm's models, such as the Hilbert curve of
+            `flexdilated.ordering.grid_order(grid)`; `model.num_prefix_tokens` tokens stay in front. Default: the model's order.
         skip: Paths in the model of attention layers to leave as they are.
-        mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`: the model is then given this rank's shard of each sequence, as long as every
-            other's. Attention alone looks over shards: what else depends on the whole sequence the caller gives a shard of, such as
-            positions, and a class token is one of the tokens that are cut, not one that each rank adds. For models with
-            `nn.MultiheadAttention`. Default: sequences are whole.
+        mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`: the model, with `nn.MultiheadAttention`, receives equal shards of each
+            sequence, positions and class token included, since only attention communicates. Default: sequences are whole.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If the model has no such layer; or, by its path, if a layer is sequence-first, projects keys or values from
-            another width, is the cross-attention of a `nn.TransformerDecoderLayer`, adds keys of its own, has a `forward` of its
-            own, hooks or parametrizations, quantized, sharded or adapted weights, or shares weights with another layer; if DDP or
-            FSDP1 wraps the model or a part of it; if it is attention of timm or torchvision of another kind; or if `skip` holds
-            what is no layer's path. Nothing is changed then.
-        NotImplementedError: If an order is given and a layer is an `nn.MultiheadAttention`, or a mesh is and a layer is timm's;
-            nothing is changed then.
+        ValueError: If the model has no such layer; if a layer is sequence-first, projects keys or values from another width, is
+            cross-attention, adds keys of its own, has its own `forward`, hooks or parametrizations, quantized, sharded or adapted
+            weights, or shares weights with another layer; if DDP or FSDP1 wraps a part of the model; if it is another kind of
+            attention of timm or torchvision; or if `skip` holds an unknown path. The model is unchanged.
+        NotImplementedError: For an order with `nn.MultiheadAttention`, or a mesh with timm's layers. The model is unchanged.
         TypeError: If the model is no module, the pattern is no pattern or the order no `Order`.
     """
     if not isinstance(model, nn.Module):

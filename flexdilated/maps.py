@@ -14,8 +14,9 @@ from flexdilated.core.call import Call
 from flexdilated.core.checks import check_dtypes, check_tensors, refuse_shards_of_torch
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.hardware import outside_graphs, without_autocast
+from flexdilated.core.integers import as_integer
 from flexdilated.core.lse import accumulated
-from flexdilated.core.pattern import DilatedPattern, as_integer
+from flexdilated.core.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,11 +39,16 @@ def attention_map(
 ) -> Tensor:
     """The exact weights with which chosen queries of `dilated_attention` read every key, all branches mixed.
 
-    `weights[b, h, i, p]` is the factor of `v[b, p]` in `out[b, queries[i], h]`: `exp(score - lse)`, added up over the branches that
-    join the pair, so `weights @ v == out`. A row sums to 1, less what zero keys take (`DilatedPattern.zero_padding`); the row of a
-    query that no key reaches is 0. Memory and time grow with N times the number of queries, never with N squared. No gradient.
-    With `mesh`, q, k and `key_padding_mask` are this rank's contiguous shard of a longer sequence, and so are the weights: those of
-    the same queries on every rank, for the keys that this one holds. A row then sums to 1 over all ranks.
+    >>> q, k = torch.randn(2, 1, 64, 4, 8)
+    >>> weights = attention_map(q, k, DilatedPattern.causal(64, 4), queries=[0, 63])  # (B, H, Q, N)
+    >>> weights.shape, bool(weights.sum(-1).allclose(torch.ones(4, 2)))
+    (torch.Size([1, 4, 2, 64]), True)
+
+    `weights[b, h, i, p]` is the factor of `v[b, p]` in `out[b, queries[i], h]`: the sum of `exp(score - lse)` over branches with
+    the pair. A row sums to 1, less the part of zero keys (`DilatedPattern.zero_padding`), or to 0 for a query without keys. Memory
+    and time grow with N times the number of queries. No gradient.
+    With `mesh`, q, k and `key_padding_mask` are this rank's contiguous shard of a longer sequence, and the weights are those of the
+    keys of this rank; a row sums to 1 over all ranks.
     Source: LongNet, arXiv 2307.02486, equations 9-10.
 
     Args:
@@ -53,13 +59,11 @@ def attention_map(
         is_causal: Whether a query sees only keys at its own position and before.
         scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
         key_padding_mask: `(B, N)` bool, True where a key is ignored.
-        mesh: A 1-D `DeviceMesh`, or one axis of a larger one, whose ranks hold the sequence in their order. All of them must call,
-            with the same queries, which are positions in the whole sequence.
+        mesh: A 1-D `DeviceMesh` whose ranks hold the sequence in their order. All ranks must call, with equal queries.
         shard_lengths: Tokens of each rank, 0 allowed, the same on all ranks. Default: as many as this rank's on every rank.
 
     Returns:
-        `(B, H, Q, N)`, Q positions in the order of `queries` (1 for an integer), float32, or float64 for float64 inputs. With
-        `mesh` N are the tokens of this rank.
+        `(B, H, Q, N)`, N keys of this rank, Q positions as in `queries` (1 for an integer), float32, or float64 for float64 inputs.
 
     Raises:
         ValueError: If a shape is wrong, a position is outside the sequence, or k has fewer heads than the pattern groups.

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.pattern import is_integer
+from flexdilated.core.integers import is_integer
 
 __all__ = ["ORDERS", "Order", "coordinate_order", "grid_order", "reorder", "restore"]
 

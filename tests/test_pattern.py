@@ -100,7 +100,7 @@ def test_a_pickle_made_under_the_earlier_path_loads() -> None:
     assert pickle.loads(pickled.replace(b"flexdilated.core.pattern", b"flexdilated.pattern")) == pattern
 
 
-@pytest.mark.parametrize("module", [flexdilated.core.pattern, boundaries, branch, pattern_svg])
+@pytest.mark.parametrize("module", [flexdilated.core.pattern, boundaries, branch, integers, pattern_svg])
 def test_pattern_module_and_what_it_imports_import_the_standard_library_only(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
     roots = set()
@@ -109,7 +109,7 @@ def test_pattern_module_and_what_it_imports_import_the_standard_library_only(mod
             roots |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            if node.module in (boundaries.__name__, branch.__name__, pattern_svg.__name__):
+            if node.module in (boundaries.__name__, branch.__name__, integers.__name__, pattern_svg.__name__):
                 continue
             roots.add((node.module or "").split(".")[0])
     assert roots <= sys.stdlib_module_names

@@ -82,6 +82,16 @@ def test_every_file_that_the_page_names_exists() -> None:
     assert not [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()]
 
 
+@pytest.mark.parametrize("record", sorted((ROOT / "docs" / "adr").glob("*.md")), ids=lambda path: path.stem)
+def test_a_decision_names_what_exists(record: Path) -> None:
+    text, sources = record.read_text(), "\n".join((ROOT / file).read_text() for file in FILES)
+    paths = [name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name or re.search(r"\.(py|md|json|toml|js)$", name)]
+    links = [link for link in re.findall(r"\]\(([^)#:]+)", text) if not (record.parent / link).exists()]
+    classes = re.findall(r"`([A-Z]\w*[a-z]\w*)`", text)
+    assert not [path for path in paths if not (ROOT / path).exists()] + links
+    assert not [name for name in classes if not re.search(rf"\b{name}\b", sources)]
+
+
 def test_no_private_name_crosses_files() -> None:
     assert not {file: names for file in FILES if (names := private_names_of_others(file))}
 

@@ -10,7 +10,8 @@ from flexdilated.analysis.coverage import missing_residues
 from flexdilated.analysis.lattice import checked
 from flexdilated.core.branch import segment_counts
 from flexdilated.core.checks import is_number, why_not_connected
-from flexdilated.core.pattern import DilatedPattern, at_least_one
+from flexdilated.core.integers import at_least_one
+from flexdilated.core.pattern import DilatedPattern
 
 MOST_TOKENS, MOST_HEADS = 2**40, 1024
 SHORTEST = 16  # tokens of a local segment
@@ -18,7 +19,12 @@ SHORTEST = 16  # tokens of a local segment
 
 @dataclass(frozen=True)
 class Choice:
-    """One pattern, its cost, and one sentence about it."""
+    """One pattern, its cost, and one sentence about it.
+
+    >>> choice = choose_pattern(4096, 8, budget=0.05).shown[0]
+    >>> choice.pairs, round(choice.share, 3), choice.is_within_budget
+    (6291456, 0.047, True)
+    """
 
     pattern: DilatedPattern
     pairs: int  # over all heads
@@ -35,7 +41,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The result of `choose_pattern`."""
+    """The result of `choose_pattern`.
+
+    >>> [choice.pattern.segment_lengths for choice in choose_pattern(4096, 8, budget=0.05, most=2).shown]
+    [(128, 4096), (24, 336, 360)]
+    """
 
     num_tokens: int
     num_heads: int
@@ -56,10 +66,12 @@ def choose_pattern(
 ) -> Choices:
     """Patterns under a budget, best first, with one sentence about each.
 
-    All proposals are connected (`DilatedPattern.crosses_boundaries`). Two kinds are tried, at each rate that divides the number of
-    heads: a local branch and a far branch over the whole sequence; or, for small budgets, a local branch and two far branches
-    whose boundaries differ. Better is: fewer branches, then a lower far rate, then longer local segments. The order follows
-    experiments with small causal models; it is no promise for your model.
+    >>> choose_pattern(4096, 8, budget=0.05).shown[0].pattern.branches
+    (Segments(segment_length=128, dilation_rate=1), Segments(segment_length=4096, dilation_rate=8))
+
+    All proposals are connected (`DilatedPattern.crosses_boundaries`): a local branch and one far branch over the whole sequence, or
+    two far branches whose boundaries differ. Better is: fewer branches, then a lower far rate, then longer local segments, as in
+    experiments with small causal models.
 
     Args:
         num_tokens: Sequence length N, up to 2**40. For packed documents: the tokens of the longest document.

@@ -29,6 +29,9 @@ FEW = 3  # segments that stand for any number of them: one's own, another's, and
 def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int, ...], ...]:
     """By branch, the residues modulo its rate that no head keeps.
 
+    >>> missing_residues(DilatedPattern((16, 64), (1, 4)), 2)
+    ((), (2, 3))
+
     A token is lost to attention where its residue is missing in every branch: `count_uncovered` counts those.
 
     Args:
@@ -47,15 +50,13 @@ def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int
 def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> int:
     """The number of tokens that no head of any branch keeps: their output is 0, and no query reads them.
 
-    Args:
-        pattern: As in `missing_residues`.
-        num_tokens: Sequence length N. Time grows with the number of segments until their borders repeat, not with N.
-        num_heads: As in `missing_residues`.
+    >>> count_uncovered(DilatedPattern((16,), (4,)), 64, 2)  # two heads keep two of four residues
+    32
+
+    Arguments and errors are those of `count_pairs`. Time grows with the segments until their boundaries repeat.
 
     Raises:
-        ValueError: If a number is below 1, or some branch would have no head.
-        TypeError: If an argument has the wrong type.
-        NotImplementedError: If there are too many segments before their borders repeat.
+        NotImplementedError: If there are too many segments before their boundaries repeat.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
     check_listable(pattern)
@@ -89,20 +90,14 @@ def _uncovered(branches: list[Together], num_tokens: int) -> int:
 def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int | None:
     """The number of layers until every token has seen every other (every earlier one, if causal); None: never.
 
-    All heads together, and every token keeps itself, as in `reachable`. Segments whose borders all branches share are never
-    crossed. Causal attention passes on backwards alone, so a token meets its predecessor in one layer or never: a border that all
-    undilated branches share is never crossed.
+    >>> layers_to_cover(DilatedPattern((16, 64), (1, 4)), 64, 4)
+    2
 
-    Args:
-        pattern: As in `missing_residues`.
-        num_tokens: Sequence length N; of any size where segments nest and rates divide the shortest one, or where the answer is
-            None. Otherwise time grows with the number of segments.
-        num_heads: As in `missing_residues`.
-        is_causal: Whether a query sees only keys at its own position and before.
+    All heads together, and every token keeps itself, as in `reachable`. A boundary that all branches share is never crossed; if
+    causal, one that all undilated branches share. Arguments and errors are those of `count_pairs`. Time does not grow with N where
+    segments nest and rates divide the shortest one, or where the answer is None; otherwise with the number of segments.
 
     Raises:
-        ValueError: If a number is below 1, or some branch would have no head.
-        TypeError: If an argument has the wrong type.
         NotImplementedError: If the segments do not nest and are too many to look at all of them.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.core.branch import Kept
-from flexdilated.core.pattern import DilatedPattern, at_least_one
+from flexdilated.core.integers import at_least_one
+from flexdilated.core.pattern import DilatedPattern
 
 Integers = NDArray[np.int64]
 

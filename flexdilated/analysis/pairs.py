@@ -14,7 +14,11 @@ MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion an
 
 
 class Balance(NamedTuple):
-    """The least, the largest and the mean number of pairs of a head."""
+    """The least, the largest and the mean number of pairs of a head.
+
+    >>> analyse(DilatedPattern((7,), (2,)), 7, 2).balance  # 4 and 3 tokens, squared
+    Balance(least=9, most=16, mean=12.5)
+    """
 
     least: int
     most: int
@@ -31,8 +35,10 @@ def count_pairs(
 ) -> tuple[tuple[int, ...], ...]:
     """The number of (query, key) pairs that each branch scores for each head; a pair in m branches is in m of the counts.
 
-    The sum is `pattern.count_pairs(...)`. A head that does not run a branch has 0 there. Zero keys of `zero_padding` are not
-    counted, here and in all of this module.
+    >>> count_pairs(DilatedPattern((8, 16), (1, 4)), 16, 4)
+    ((128, 128, 128, 128), (16, 16, 16, 16))
+
+    The sum is `pattern.count_pairs(...)`. A head that does not run a branch has 0 there. Zero keys are not counted.
 
     Args:
         pattern: Which positions attend to which.
@@ -44,7 +50,7 @@ def count_pairs(
         One tuple per branch, one integer per head in it.
 
     Raises:
-        ValueError: If a number is below 1, or `heads="grouped"` has more branches than heads.
+        ValueError: If a number is below 1, or some branch would have no head.
         TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
@@ -72,18 +78,14 @@ def count_multiplicities(
 ) -> tuple[dict[int, int], ...]:
     """By head, the number of different (query, key) pairs that exactly m branches join, `{m: pairs}`, for each m that occurs.
 
-    A pair that m branches join counts m times in the softmax: `sum(m * pairs)` is what is scored, `sum(pairs)` what a mask over
-    the sequence as it is would score. Counted by inclusion and exclusion over sets of branches: the tokens that all of a set keep
-    lie at one distance between two borders of segments (the Chinese remainder theorem).
+    >>> count_multiplicities(DilatedPattern((8, 16), (1, 2)), 16, 2)
+    ({1: 128, 2: 32}, {1: 128, 2: 32})
 
-    Args:
-        pattern: As in `count_pairs`; at most 12 branches per head.
-        num_tokens: As in `count_pairs`. Time grows with the number of segments until their borders repeat, not with N.
-        num_heads: As in `count_pairs`.
-        is_causal: As in `count_pairs`.
+    A pair that m branches join counts m times in the softmax: `sum(m * pairs)` is scored; a mask over the sequence would score
+    `sum(pairs)`. Counted by inclusion and exclusion over sets of branches, with the Chinese remainder theorem. Arguments and
+    errors are those of `count_pairs`. Time grows with the number of segments until their boundaries repeat, not with N.
 
     Raises:
-        ValueError: As in `count_pairs`.
         NotImplementedError: If a head runs more than 12 branches, or rates have a least common multiple of 2**62 or more.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import Integers, checked, group_heads
 from flexdilated.core.branch import Kept
-from flexdilated.core.pattern import DilatedPattern, as_integer
+from flexdilated.core.integers import as_integer
+from flexdilated.core.pattern import DilatedPattern
 
 MAX_MATRIX = 4096  # tokens, of which every pair is looked at
 MAX_WINDOW = 2**26  # tokens of which a query may have seen any
@@ -15,6 +16,9 @@ MAX_WINDOW = 2**26  # tokens of which a query may have seen any
 
 def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[int, ...]:
     """By head, the largest distance between a query and a key that it sees, causal or not; -1: the head keeps no token.
+
+    >>> longest_reach(DilatedPattern((4, 16), (1, 4)), 16, 2)
+    (12, 12)
 
     Args:
         pattern: Which positions attend to which.
@@ -35,13 +39,15 @@ def reachable(
 ) -> NDArray[np.bool_]:
     """The keys that each query has seen after `layers` layers, through all heads.
 
-    A layer mixes heads, so that what one head read the next layer's heads can pass on; and every token keeps itself through the
-    residual connection, whether a branch keeps it or not.
+    >>> [int(reachable(DilatedPattern((4, 16), (1, 4)), 16, 4, layers=n).sum()) for n in (0, 1, 2)]
+    [16, 112, 256]
+
+    A layer mixes heads, and every token keeps itself through the residual connection, whether a branch keeps it or not.
 
     Args:
-        pattern: As in `longest_reach`.
-        num_tokens: Sequence length N, at most 4,096; `keys_seen` asks for one query of any sequence.
-        num_heads: As in `longest_reach`.
+        pattern: Which positions attend to which.
+        num_tokens: Sequence length N, at most 4,096; `keys_seen` takes one query of any sequence.
+        num_heads: Heads H. Under grouped-query attention these are key/value heads.
         layers: Layers L, at least 0.
         is_causal: Whether a query sees only keys at its own position and before.
 
@@ -75,19 +81,13 @@ def keys_seen(
 ) -> Integers:
     """The keys that one query has seen after `layers` layers, through all heads: a row of `reachable`.
 
-    Args:
-        pattern: As in `longest_reach`.
-        num_tokens: Sequence length N, up to 2**62: only the tokens that segments chain to the query are looked at.
-        num_heads: As in `longest_reach`.
-        query: A position in `[0, N)`.
-        layers: As in `reachable`.
-        is_causal: As in `reachable`.
+    >>> keys_seen(DilatedPattern((4, 16), (1, 4)), 16, 1, query=4).tolist()
+    [0, 4, 5, 6, 7, 8, 12]
 
-    Returns:
-        Positions, ascending; the query itself is one of them.
+    Positions in ascending order, with the query itself. Arguments and errors are those of `reachable`, for N up to 2**62.
 
     Raises:
-        ValueError: As in `reachable`, or if the query is outside the sequence.
+        ValueError: If the query is outside the sequence.
         NotImplementedError: If more than 2**26 tokens could have been seen.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)

@@ -37,7 +37,11 @@ class _Attention(nn.Module):
 
 @ignores(*IGNORED, last="op")
 class DilatedAttention(_Attention):
-    """The popular port's attention."""
+    """The popular port's attention.
+
+    >>> DilatedAttention([16, 64], [1, 2])(*torch.randn(3, 2, 64, 4, 8)).shape
+    torch.Size([2, 64, 4, 8])
+    """
 
     def __init__(
         self,
@@ -51,7 +55,11 @@ class DilatedAttention(_Attention):
 
 @ignores(*IGNORED, last="use_tf32")
 class ImprovedDilatedAttention(_Attention):
-    """`DilatedAttention` with the arguments of the forks."""
+    """`DilatedAttention` with the arguments of the forks.
+
+    >>> ImprovedDilatedAttention([16, 64], [1, 2], dropout=0.1).eval()(*torch.randn(3, 2, 64, 4, 8)).shape
+    torch.Size([2, 64, 4, 8])
+    """
 
     def __init__(self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0) -> None:
         super().__init__(segment_lengths, dilation_rates, dropout)
@@ -61,14 +69,19 @@ class ImprovedDilatedAttention(_Attention):
 class RingDilatedAttention(_Attention):
     """The ring classes' attention, with the arguments of all of them.
 
-    Each process computes the whole output from the whole query, key and value, as the earlier classes return it on every rank. To
-    share the work, or hold only a part of the sequence on each rank, use `flexdilated.DilatedAttention(mesh=...)`.
+    >>> RingDilatedAttention([16, 64], [1, 2])(*torch.randn(3, 2, 64, 4, 8)).shape
+    torch.Size([2, 64, 4, 8])
+
+    Each process computes the whole output from whole inputs. To share work or memory, use `flexdilated.DilatedAttention(mesh=...)`.
     """
 
 
 @ignores(*IGNORED_BY_RING, "hilbert_chunk_size")
 class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
     """Dilated attention whose segments are compact patches of a 2-D grid: `RingDilatedAttention` along a Hilbert curve.
+
+    >>> RingDilatedAttentionHybridHilbert([16, 64], [1, 2], grid=(8, 8))(*torch.randn(3, 2, 64, 4, 8)).shape
+    torch.Size([2, 64, 4, 8])
 
     The earlier class reordered keys and values only. Here queries, keys and values are reordered, and outputs are put back.
 

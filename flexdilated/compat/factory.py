@@ -31,7 +31,10 @@ def create_dilated_attention(
 ) -> nn.Module:
     """`ImprovedDilatedAttention`, or `RingDilatedAttention` for `"ring"`.
 
-    Default lengths and rates: 2048, 4096, 8192 and 1, 2, 4. The forks ignored unknown arguments; here they raise an error.
+    >>> type(create_dilated_attention('ring')).__name__
+    'RingDilatedAttention'
+
+    Default lengths and rates: 2048, 4096, 8192 and 1, 2, 4. Unlike in the forks, unknown arguments raise an error.
 
     Raises:
         ValueError: If the type is unknown.
@@ -61,6 +64,9 @@ def create_multihead_dilated_attention(
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """`ImprovedMultiheadDilatedAttention`, or `RingMultiheadDilatedAttention` for `"ring"`.
+
+    >>> type(create_multihead_dilated_attention('improved', 32, 4)).__name__
+    'ImprovedMultiheadDilatedAttention'
 
     Default lengths and rates, and errors: as `create_dilated_attention`.
     """

@@ -48,17 +48,29 @@ class _Multihead(attention.MultiheadDilatedAttention):
 
 @ignores(last="op")
 class MultiheadDilatedAttention(_Multihead):
-    """The popular port's layer; dilation rates come before segment lengths."""
+    """The popular port's layer; dilation rates come before segment lengths.
+
+    >>> MultiheadDilatedAttention(32, 4, [1, 2], [16, 64])(torch.randn(2, 64, 32))[0].shape
+    torch.Size([2, 64, 32])
+    """
 
 
 @ignores(last="use_tf32")
 class ImprovedMultiheadDilatedAttention(_Multihead):
-    """`MultiheadDilatedAttention` with the arguments of the forks."""
+    """`MultiheadDilatedAttention` with the arguments of the forks.
+
+    >>> ImprovedMultiheadDilatedAttention(32, 4, [1, 2], [16, 64], layer_norm=False)(torch.randn(2, 64, 32))[0].shape
+    torch.Size([2, 64, 32])
+    """
 
 
 @ignores(*IGNORED_BY_RING, "use_tf32", "block_size", "use_checkpointing")
 class RingMultiheadDilatedAttention(_Multihead):
-    """The ring classes' layer; segment lengths come before dilation rates. Each process computes the whole layer."""
+    """The ring classes' layer; segment lengths come before dilation rates. Each process computes the whole layer.
+
+    >>> RingMultiheadDilatedAttention(32, 4, [16, 64], [1, 2])(torch.randn(2, 64, 32))[0].shape
+    torch.Size([2, 64, 32])
+    """
 
     def __init__(
         self,
@@ -82,6 +94,10 @@ class RingMultiheadDilatedAttention(_Multihead):
 @ignores(*IGNORED_BY_RING)
 class RingMultiheadDilatedAttentionHybrid(_Multihead):
     """`RingMultiheadDilatedAttention` without LayerNorm, called like `nn.MultiheadAttention`.
+
+    >>> x = torch.randn(2, 64, 32)
+    >>> RingMultiheadDilatedAttentionHybrid(32, 4, [16, 64], [1, 2])(x, x, x)[0].shape
+    torch.Size([2, 64, 32])
 
     Raises:
         NotImplementedError: If `layer_norm` is True: the earlier class normalised queries and keys, not the attention's output.

@@ -72,7 +72,11 @@ class _Layer(nn.Module):
 
 
 class DilatedTransformerEncoderLayer(_Layer):
-    """`x + self_attn(norm1(x))`, then `x + linear2(norm3(activation(linear1(norm2(x)))))`."""
+    """`x + self_attn(norm1(x))`, then `x + linear2(norm3(activation(linear1(norm2(x)))))`.
+
+    >>> DilatedTransformerEncoderLayer(32, 4, [16, 64], [1, 2])(torch.randn(2, 64, 32)).shape
+    torch.Size([2, 64, 32])
+    """
 
     attentions: ClassVar[dict[str, bool]] = {"self_attn": True}
 
@@ -85,6 +89,10 @@ class DilatedTransformerEncoderLayer(_Layer):
 
 class DilatedTransformerDecoderLayer(_Layer):
     """`x + self_attn(norm1(x))`, `x + multihead_attn(norm2(x), memory)`, `x + linear2(norm4(activation(linear1(norm3(x)))))`.
+
+    >>> x = torch.randn(2, 64, 32)
+    >>> DilatedTransformerDecoderLayer(32, 4, [16, 64], [1, 2])(x, memory=x).shape
+    torch.Size([2, 64, 32])
 
     As in the port, the cross-attention has a LayerNorm before its output projection and the self-attention has none.
     """
@@ -104,8 +112,11 @@ class DilatedTransformerDecoderLayer(_Layer):
 class LongNet(nn.Module):
     """The port's encoder and decoder, which read the same embeddings; `flexdilated.LongNet` takes a source and a target.
 
-    Initial gains for N encoder and M decoder layers: `sqrt(log(3 M) log(2 N) / 3)` and `sqrt(log(3 M))`.
-    Weights of the port's model load.
+    >>> model = LongNet(32, 4, 1, 1, 64, segment_lengths=(16, 64), dilation_rates=(1, 2))
+    >>> model(torch.randn(2, 64, 32)).shape
+    torch.Size([2, 64, 32])
+
+    Weights of the port's model load. Initial gains are those of `flexdilated.LongNet`.
     """
 
     def __init__(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from flexdilated.core.boundaries import first_near_ends, is_crossed
 from flexdilated.core.branch import Branch, HeadRun, Kept, Segments, ceil_div, segments_among
+from flexdilated.core.integers import as_integer, at_least_one, index_below, integer_tuple
 from flexdilated.core.pattern_svg import branches_svg
 
 Heads = Literal["all", "grouped"]
@@ -28,28 +28,28 @@ FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a
 class DilatedPattern:
     """Segment-local dilated attention with one or more branches, as a frozen value of plain integers.
 
-    Branch `i` cuts the sequence in segments of `segment_lengths[i]` tokens and keeps, for head `h`, the positions `p` with
-    `(p % w_i) % r_i == offset(i, h)`. Inside a branch, kept queries attend to kept keys of their own segment; the branches are
-    mixed by log-sum-exp, which is one softmax over the multiset union of their keys.
+    >>> pattern = DilatedPattern((4, 16), (1, 4))
+    >>> [pattern.offset(1, head, num_heads=8) for head in range(8)]  # of the branch at rate 4
+    [0, 0, 1, 1, 2, 2, 3, 3]
+
+    Branch `i` cuts the sequence in segments of `w_i` tokens and keeps, for head `h`, the positions `p` with `(p % w_i) % r_i ==
+    offset(i, h)`. Kept queries attend to kept keys of their own segment. All branches share one softmax.
     Source: LongNet, arXiv 2307.02486, sections 2.2-2.3; offsets and zero padding as published in torchscale.
 
     Args:
-        segment_lengths: Tokens per segment, one per branch, each in `[1, 2**40]`. A segment longer than the sequence means one
-            segment as long as the sequence.
+        segment_lengths: Tokens per segment, one length per branch, each in `[1, 2**40]`; it may exceed the sequence.
         dilation_rates: Every r-th token of a segment is kept, one rate per branch, `1 <= r <= w`.
-        heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: the heads are split in one contiguous group per
-            branch, the first `H % K` groups one head larger; a group runs its own branch alone with offset `i % r_i`, and what
-            it does not keep is 0. There must be a (key/value) head for every branch.
+        heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: each branch has a contiguous group of (key/value)
+            heads, the first `H % K` groups one head larger; offset `i % r_i`; tokens that are not kept give 0.
         offsets: Which residue a head keeps when `heads="all"`. `"blocked"`: `h // ceil(H / r)` (torchscale, GigaPath, LongViT).
             `"interleaved"`: `h % r` (the text of the paper).
-        zero_padding: Reproduce torchscale's zero keys: the projected keys and values are padded with zeros to whole segments
-            and whole rates, and those keys take part in non-causal softmaxes. Where a rate does not divide its segment and
-            there are several segments, torchscale's shifted output positions are reproduced too.
+        zero_padding: Reproduce torchscale's zero keys: keys and values are padded with zeros to whole segments and whole rates,
+            and those keys take part in non-causal softmaxes. Where a rate does not divide its segment length, torchscale also
+            shifts the outputs of several segments; this is reproduced in one process, and raises an error over ranks.
         detach_weights: Reproduce torchscale's gradient, which treats the mixing weights of the branches as constants.
 
     Raises:
-        ValueError: If the tuples are empty, differ in length or hold more than 256, a length is outside `[1, 2**40]`, a rate is
-            outside `[1, segment_length]`, or a rule is unknown.
+        ValueError: If the tuples are empty, differ in length or hold more than 256, a number is out of range or a rule unknown.
         TypeError: If a length or a rate is not an integer, or a flag is not a bool.
     """
 
@@ -61,8 +61,8 @@ class DilatedPattern:
     detach_weights: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segment_lengths", _integers("segment_lengths", self.segment_lengths))
-        object.__setattr__(self, "dilation_rates", _integers("dilation_rates", self.dilation_rates))
+        object.__setattr__(self, "segment_lengths", integer_tuple("segment_lengths", self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", integer_tuple("dilation_rates", self.dilation_rates))
         if not self.segment_lengths:
             raise ValueError("segment_lengths must hold at least one length, got ()")
         if len(self.segment_lengths) > MAX_BRANCHES:
@@ -90,22 +90,37 @@ class DilatedPattern:
 
     @classmethod
     def longnet(cls) -> DilatedPattern:
-        """The five branches of the LongNet paper (arXiv 2307.02486, section 4.1): 2048..32768 at rates 1, 2, 4, 6, 12."""
+        """The five branches of the LongNet paper (arXiv 2307.02486, section 4.1): 2048..32768 at rates 1, 2, 4, 6, 12.
+
+        >>> DilatedPattern.longnet().dilation_rates
+        (1, 2, 4, 6, 12)
+        """
         return cls((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 
     @classmethod
     def torchscale(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
-        """A pattern under torchscale's rules: blocked offsets, zero keys in the softmax, constant mixing weights."""
+        """A pattern under torchscale's rules: blocked offsets, zero keys in the softmax, constant mixing weights.
+
+        >>> DilatedPattern.torchscale((8, 16), (1, 2)).zero_padding
+        True
+        """
         return cls(segment_lengths, dilation_rates, zero_padding=True, detach_weights=True)  # type: ignore[arg-type]
 
     @classmethod
     def grouped(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
-        """A pattern in which each branch has its own contiguous group of heads, as in the popular ports."""
+        """A pattern in which each branch has its own contiguous group of heads, as in the popular ports.
+
+        >>> list(DilatedPattern.grouped((8, 16), (1, 2)).head_range(branch=1, num_heads=4))
+        [2, 3]
+        """
         return cls(segment_lengths, dilation_rates, heads="grouped")  # type: ignore[arg-type]
 
     @classmethod
     def causal(cls, seq_len: int, num_heads: int, *, local: int | None = None, rate: int | None = None) -> DilatedPattern:
         """A pattern for causal models: a local branch of rate 1, and one far branch over the whole sequence.
+
+        >>> DilatedPattern.causal(1024, 8).branches
+        (Segments(segment_length=48, dilation_rate=1), Segments(segment_length=1024, dilation_rate=4))
 
         A token and head cost about `local / 2 + seq_len / (2 * rate**2)` keys on average; dense attention costs `seq_len / 2`.
         The pattern is connected for `seq_len` tokens (`crosses_boundaries`).
@@ -113,10 +128,10 @@ class DilatedPattern:
         Args:
             seq_len: Tokens of the longest sequence.
             num_heads: Key/value heads.
-            local: Tokens per local segment. Default: about `seq_len / rate**2`, which costs as much as the far branch, at least
-                `3 * rate`; a length whose boundaries differ from those of the far branch, where there is one.
+            local: Tokens per local segment. Default: about `seq_len / rate**2`, at least `3 * rate`, so that both branches cost the
+                same and, if possible, have different boundaries.
             rate: Rate of the far branch. Default: the largest rate that leaves two heads to each residue, about `num_heads / 2`;
-                2 for two or three heads. Without a gain, as for one head or few tokens, the pattern is dense attention.
+                2 for two or three heads. For one head or few tokens the pattern is dense attention.
 
         Raises:
             ValueError: If a number is below 1, `seq_len` above 2**40, a residue without a head, or `local` below `2 * rate - 1`.
@@ -150,11 +165,14 @@ class DilatedPattern:
     def gigapath(cls, max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
         """The pattern of Prov-GigaPath's slide encoder for slides of `max_wsi_size` pixels cut in tiles of `tile_size` pixels.
 
+        >>> DilatedPattern.gigapath().segment_lengths
+        (1024, 5792, 32768, 185363, 1048576)
+
         Five lengths, evenly spaced in log2 from 1024 to the largest number of tiles, rounded down; rates 1, 2, 4, 8, 16;
         torchscale's rules. The default gives 1024, 5792, 32768, 185363, 1048576.
 
         Raises:
-            ValueError: If the slide is not at least four tiles wide: a segment of its 16 tiles is the shortest for rate 16.
+            ValueError: If the slide is not at least four tiles wide.
             TypeError: If a number is not an integer.
         """
         max_wsi_size, tile_size = as_integer("max_wsi_size", max_wsi_size), as_integer("tile_size", tile_size)
@@ -166,13 +184,20 @@ class DilatedPattern:
         return cls.torchscale(lengths, (1, 2, 4, 8, 16))
 
     def to_dict(self) -> dict[str, Any]:
-        """The pattern as JSON types; `from_dict` is the inverse."""
+        """The pattern as JSON types; `from_dict` is the inverse.
+
+        >>> DilatedPattern((8,), (2,)).to_dict()['segment_lengths']
+        [8]
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DilatedPattern:
         """The pattern that `to_dict` wrote.
+
+        >>> DilatedPattern.from_dict({'segment_lengths': [8], 'dilation_rates': [2]}).branches
+        (Segments(segment_length=8, dilation_rate=2),)
 
         Raises:
             ValueError: If a key is unknown, or the lengths or rates are missing.
@@ -239,11 +264,14 @@ class DilatedPattern:
     def head_range(self, branch: int, num_heads: int) -> range:
         """The heads that run a branch. Under grouped-query attention these are key/value heads.
 
+        >>> DilatedPattern.grouped((8, 16), (1, 2)).head_range(0, num_heads=5)
+        range(0, 3)
+
         Raises:
             ValueError: If the pattern has no such branch, or more groups of heads than there are heads.
             TypeError: If a number is not an integer.
         """
-        branch, num_heads = _index("branch", branch, len(self.segment_lengths)), as_integer("num_heads", num_heads)
+        branch, num_heads = index_below("branch", branch, len(self.segment_lengths)), as_integer("num_heads", num_heads)
         self.check_heads(num_heads)
         if self.heads == "all":
             return range(num_heads)
@@ -254,11 +282,14 @@ class DilatedPattern:
     def offset(self, branch: int, head: int, num_heads: int) -> int:
         """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`.
 
+        >>> DilatedPattern((16,), (4,)).offset(0, head=7, num_heads=8)
+        3
+
         Raises:
             ValueError: If there is no such branch or head.
             TypeError: If a number is not an integer.
         """
-        branch, head = _index("branch", branch, len(self.segment_lengths)), _index("head", head, num_heads)
+        branch, head = index_below("branch", branch, len(self.segment_lengths)), index_below("head", head, num_heads)
         rate = self.dilation_rates[branch]
         if self.heads == "grouped":
             return branch % rate
@@ -292,11 +323,13 @@ class DilatedPattern:
     def crosses_boundaries(self, num_tokens: int, num_heads: int) -> bool:
         """Whether the pattern is connected: causal information from every token reaches all tokens well after it.
 
+        >>> DilatedPattern((16, 64), (1, 2)).crosses_boundaries(64, 4), DilatedPattern((16,), (1,)).crosses_boundaries(64, 4)
+        (True, False)
+
         Connected means: after enough layers, all heads together, every token has received information from every token that is at
         least `2 * r - 1` positions earlier. `r` is the largest rate of the branches that count. A branch counts if some head
         keeps each of its residues and `2 * r - 1 <= L`. `L` is the least common multiple of the lengths of the rate-1 branches.
-        True is always right. False is, unless only branches that do not count join the rest, and r is above 64 or they do so at
-        more than 128 boundaries.
+        False may be wrong only where branches that do not count join the rest, with r above 64 or at more than 128 boundaries.
 
         Args:
             num_tokens: Sequence length N.
@@ -311,19 +344,12 @@ class DilatedPattern:
     def first_uncrossed_boundary(self, num_tokens: int, num_heads: int) -> int | None:
         """The first position that stops `crosses_boundaries` from being true, or None for a connected pattern.
 
+        >>> DilatedPattern((16,), (1,)).first_uncrossed_boundary(64, 4)
+        16
+
         Position b is crossed if the tokens from `b` on receive information from all tokens at least `2 * r - 1` positions earlier.
-        The end of the sequence is no boundary. Without a rate-1 branch the answer is 1.
-
-        Args:
-            num_tokens: As in `crosses_boundaries`.
-            num_heads: As in `crosses_boundaries`.
-
-        Returns:
-            A position in `[1, N)`: token `b - 1` is the last one before the boundary.
-
-        Raises:
-            ValueError: As `crosses_boundaries`.
-            TypeError: As `crosses_boundaries`.
+        It is in `[1, N)`: the end of the sequence is no boundary. Without a rate-1 branch the answer is 1. Arguments and errors are
+        those of `crosses_boundaries`.
         """
         num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
         self.check_heads(num_heads)
@@ -363,6 +389,9 @@ class DilatedPattern:
     def count_pairs(self, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int:
         """How many (query, key) pairs are scored, over all heads and branches, a pair joined by m branches counted m times.
 
+        >>> DilatedPattern((16,), (1,)).count_pairs(64, num_heads=1), 64 // 16 * 16**2
+        (1024, 1024)
+
         The useful work of the pattern: forward attention costs `4 * head_dim` floating-point operations per pair. Zero keys of
         `zero_padding` are not counted.
 
@@ -397,52 +426,3 @@ def decode(numbers: Sequence[int]) -> DilatedPattern:
     heads, offsets, zeros, detached = (int(number) for number in numbers[:4])
     rules: Any = {"heads": HEADS[heads], "offsets": OFFSETS[offsets], "zero_padding": bool(zeros), "detach_weights": bool(detached)}
     return DilatedPattern(tuple(numbers[4::2]), tuple(numbers[5::2]), **rules)
-
-
-def is_integer(x: object) -> bool:
-    """Whether x is an int of Python, and no bool."""
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
-def as_integer(name: str, value: object) -> int:
-    """An integer as Python's: numpy's overflow.
-
-    Raises:
-        TypeError: If it is no integer.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value  # in compiled code, a symbol stays one
-    is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))  # tensors of a bool have an index
-    try:
-        number = None if is_bool else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:  # a float, in a tensor too; an array of several
-        number = None
-    if number is None:
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return number
-
-
-def at_least_one(name: str, value: object) -> int:
-    """As `as_integer`, of at least 1.
-
-    Raises:
-        ValueError: If it is less.
-        TypeError: If it is no integer.
-    """
-    number = as_integer(name, value)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
-    return number
-
-
-def _index(name: str, value: object, size: int) -> int:
-    number = as_integer(name, value)
-    if not 0 <= number < size:
-        raise ValueError(f"{name} must be in [0, {size}), got {number}")
-    return number
-
-
-def _integers(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
-    return tuple(as_integer(f"{name}[{i}]", value) for i, value in enumerate(values))

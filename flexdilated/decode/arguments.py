@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends import BACKENDS
-from flexdilated.core.checks import check_dense
+from flexdilated.core.checks import DTYPES, check_dense
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.hardware import holds_values
-from flexdilated.core.pattern import DilatedPattern, as_integer
+from flexdilated.core.integers import as_integer, at_least_one
+from flexdilated.core.pattern import DilatedPattern
 
 
 class Sizes(NamedTuple):
@@ -28,6 +29,26 @@ class Softmax(NamedTuple):
 
     scale: float | None
     sinks: Tensor | None
+
+
+def check_sizes(pattern: DilatedPattern, cache: Sizes, max_length: int | None, first_head: int, total_kv_heads: int) -> None:
+    """Raise unless a cache can have this pattern and these sizes.
+
+    Raises:
+        ValueError: If a size is below 1, or the heads are not among those of the model.
+        TypeError: If the pattern, a size or the dtype has the wrong type.
+    """
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    for name in ("batch_size", "num_kv_heads", "head_dim"):
+        at_least_one(name, getattr(cache, name))
+    if max_length is not None:
+        at_least_one("max_length", max_length)
+    if not 0 <= first_head <= total_kv_heads - cache.num_kv_heads:
+        room = f"num_kv_heads={cache.num_kv_heads} of total_kv_heads={total_kv_heads} heads"
+        raise ValueError(f"first_head must leave room for {room}, got {first_head}")
+    if cache.dtype not in DTYPES:
+        raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {cache.dtype}")
 
 
 def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None:

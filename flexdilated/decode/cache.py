@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flexdilated.attention import attend_with_sinks
 from flexdilated.core.call import Call
-from flexdilated.core.checks import DTYPES, check_losses, check_scale
+from flexdilated.core.checks import check_losses, check_scale
 from flexdilated.core.hardware import without_autocast
-from flexdilated.core.pattern import DilatedPattern, as_integer, at_least_one
+from flexdilated.core.integers import as_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode.arguments import (
     Sizes,
     Softmax,
@@ -22,10 +23,11 @@ from flexdilated.decode.arguments import (
     check_lengths,
     check_new,
     check_sinks,
+    check_sizes,
     checked_indices,
     checked_length,
 )
-from flexdilated.decode.store import Overwritten, Store, kept_where_refused
+from flexdilated.decode.store import Past, Store, kept_where_refused
 from flexdilated.decode.tokens import BLOCK, Tokens, read_new
 
 if TYPE_CHECKING:
@@ -34,44 +36,34 @@ if TYPE_CHECKING:
     from flexdilated.decode.ranks import Ranks
 
 
-class Past(NamedTuple):
-    """One call of `attend`: the state before it, and what it stored. `lengths`, `added` `(B,)`."""
-
-    lengths: Tensor
-    stores: tuple[Overwritten, ...]
-    new: Tokens
-    added: Tensor
-
-
 class DilatedKVCache:
     """A bounded key/value cache: for each branch and head, the keys and values of the current segment.
 
-    The key of position `p` lies in row `(p % w) // r` of its branch, and the next segment overwrites it: `sum_i ceil(w_i / r_i)`
-    rows per head (under `heads="grouped"` those of the head's own branch), allocated once, whatever the length of the context.
-    A token attends, per branch and head that keeps it, to the rows of its own segment; all branches share one softmax, which is
-    their mixture by log-sum-exp. A token that no branch of a head keeps gives 0 there, as in `dilated_attention`.
+    >>> cache = DilatedKVCache(DilatedPattern((8, 64), (1, 4)), batch_size=1, num_kv_heads=4, head_dim=16)
+    >>> cache.rows_per_head, cache.nbytes
+    ((24, 24, 24, 24), 12288)
 
-    A key or value that is not finite in some element is stored as a mark: the tokens that see it give NaN in that head, and no
-    other output changes. Keys and values are attended to in the dtype of the cache, whatever autocast says.
-    Positions live in tensors: under `torch.compile(fullgraph=True)` a step of one size compiles once. For inference: no gradients.
+    Row `(p % w) // r` of a branch holds the key of position `p` until the next segment overwrites it: `sum_i ceil(w_i / r_i)` rows
+    per head (under `heads="grouped"`, of its own branch), allocated once, for any length of the context. A token attends to the
+    kept rows of its own segments, in one softmax over all branches. A token that no branch of a head keeps gives 0 there.
 
-    With `mesh` the rows are dealt over its ranks, whatever positions they hold: row `j` of a branch lies on rank `j % P`, so each
-    holds `sum_i ceil(ceil(w_i / r_i) / P)` rows per head. A prompt may be given in shards. What follows is given to every rank
-    alike; each attends to the rows that it holds, and one small all-gather merges the parts by their log-sum-exp, so every rank
-    gets the same bits. All ranks make the same calls, of every method.
+    Where a key or value is not finite, the tokens that see it give NaN in that head; no other output changes. Attention runs in
+    the dtype of the cache, without autocast and without gradients. Under `torch.compile(fullgraph=True)` a step compiles once.
+    With `mesh`, row `j` of a branch lies on rank `j % P`. A prompt may come in shards; later tokens go to every rank. Each rank
+    attends to its rows, one all-gather merges the parts, and every rank gets the same bits. All ranks make the same calls.
     Source: LongNet, arXiv 2307.02486, section 2; the mixture as one softmax over the multiset union of the branches' keys.
 
     Args:
         pattern: Which positions attend to which.
-        batch_size: Sequences decoded side by side, each at its own length.
+        batch_size: Sequences, each at its own length.
         num_kv_heads: Key/value heads.
         head_dim: Elements per head.
-        max_length: Positions that will be reached at most; longer segments then take no more rows than that. Default: any number.
-        first_head: Index in the model of the first key/value head held here, where heads are shared out over ranks.
-        total_kv_heads: Key/value heads of the whole model, by which heads find their offsets. Default: all are held here.
+        max_length: Largest number of positions; longer segments then take no more rows than that. Default: no limit.
+        first_head: Index in the model of the first key/value head in this cache.
+        total_kv_heads: Key/value heads of the whole model, which determine offsets. Default: `num_kv_heads`.
         dtype: Of keys and values. Default: torch's default dtype.
-        device: Where they lie.
-        mesh: A 1-D `DeviceMesh` over whose ranks rows are dealt. Default: this process holds all.
+        device: Of keys and values.
+        mesh: A 1-D `DeviceMesh` that shares the rows. Default: this process holds all rows.
         exchange: With `mesh`: how rows travel in the attention of a prompt in shards, as in `flexdilated.dilated_attention`.
 
     Raises:
@@ -95,20 +87,10 @@ class DilatedKVCache:
         mesh: DeviceMesh | None = None,
         exchange: str = "auto",
     ) -> None:
-        if not isinstance(pattern, DilatedPattern):
-            raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-        longest = 1 if max_length is None else max_length
-        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_length": longest}
-        for name, value in sizes.items():
-            at_least_one(name, value)
-        total = num_kv_heads if total_kv_heads is None else total_kv_heads
-        if not 0 <= first_head <= total - num_kv_heads:
-            room = f"num_kv_heads={num_kv_heads} of total_kv_heads={total} heads"
-            raise ValueError(f"first_head must leave room for {room}, got {first_head}")
-        check_losses(pattern, max_length or max(pattern.segment_lengths), total, is_causal=True)
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in DTYPES:
-            raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
+        total = num_kv_heads if total_kv_heads is None else total_kv_heads
+        check_sizes(pattern, Sizes(batch_size, num_kv_heads, head_dim, dtype), max_length, first_head, total)
+        check_losses(pattern, max_length or max(pattern.segment_lengths), total, is_causal=True)
         if (refusal := cache_refusal(pattern, max_length)) is not None:
             raise NotImplementedError(refusal)
         self.pattern, self.max_length, self.first_head, self.total_kv_heads = pattern, max_length, first_head, total
@@ -168,6 +150,10 @@ class DilatedKVCache:
     def new_positions(self, num_tokens: int, *, shard_lengths: Sequence[int] | None = None) -> Tensor:
         """`(B, T)` int64: positions of the next T=`num_tokens` of each sequence; with `shard_lengths`, T of this rank alone.
 
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> cache.new_positions(3).tolist()
+        [[0, 1, 2], [0, 1, 2]]
+
         Raises:
             ValueError: If `num_tokens` is below 0, or `shard_lengths` do not fit or come without mesh.
             TypeError: If a length is no integer.
@@ -205,23 +191,22 @@ class DilatedKVCache:
     ) -> Tensor:
         """The causal attention of the next tokens of each sequence, whose keys and values are then stored.
 
-        Row `t` equals row `lengths + t` of `dilated_attention(..., is_causal=True)` over the whole sequence, to rounding. Chunks
-        may have any size and cross any border of segments.
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> cache.attend(*torch.randn(3, 2, 5, 4, 8)).shape, cache.lengths.tolist()  # q, k, v of 5 tokens
+        (torch.Size([2, 5, 4, 8]), [5, 5])
+
+        Row `t` equals row `lengths + t` of causal `dilated_attention` over the whole sequence, to rounding. Chunks have any size.
 
         Args:
             q: Queries of the new tokens, `(B, T, H, D)`, `H` a multiple of `num_kv_heads`.
             k: Their keys, `(B, T, num_kv_heads, D)`, in the dtype of the cache, as are q and v.
             v: Their values, the shape of k.
-            lengths: `(B,)` int64, in `[0, T]`: how many of the T tokens a sequence has; what follows is padding, which is not
-                stored and gives 0. Default: all T.
+            lengths: `(B,)` int64, in `[0, T]`: tokens of each sequence; the rest is padding, which gives 0. Default: T.
             scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
-            sinks: `(H,)`: the score of one more key, of value 0, that every query of a head sees; with a mesh the same on every
-                rank. Default: none.
-            backend: Engine for the first chunk of an empty cache, if longer than one token; later chunks use
-                `scaled_dot_product_attention`.
-            shard_lengths: With a mesh: q, k and v are this rank's contiguous shard of the new tokens, of so many on each rank, 0
-                allowed; T, in `lengths` too, is their sum. The first chunk of an empty cache is read as `dilated_attention` over
-                the mesh reads it, in no more memory; a later one is gathered on every rank. Default: every rank is given all T.
+            sinks: `(H,)`: score of one more key, of value 0, per head; equal on all ranks. Default: none.
+            backend: For the first chunk, if longer than one token; later chunks use `scaled_dot_product_attention`.
+            shard_lengths: With a mesh: q, k and v are this rank's shard of the new tokens, of which each rank has this many, 0
+                allowed; T is their sum. Later chunks are gathered on every rank. Default: every rank has all T.
 
         Returns:
             `out` `(B, T, H, D)` in the dtype of q; with `shard_lengths` of this rank's shard.
@@ -351,11 +336,14 @@ class DilatedKVCache:
     def reorder(self, indices: Tensor) -> None:
         """Let sequence `b` go on from what sequence `indices[b]` holds, as beam search does.
 
-        Args:
-            indices: `(B,)` int64 in `[0, B)`; one may occur several times.
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> _ = cache.attend(*torch.randn(3, 2, 5, 4, 8), lengths=torch.tensor([5, 2]))
+        >>> cache.reorder(torch.tensor([1, 1]))
+        >>> cache.lengths.tolist()
+        [2, 2]
 
         Raises:
-            ValueError: If the shape is wrong or an index is out of range.
+            ValueError: If the shape is not `(B,)`, or an index is not in `[0, B)`.
             TypeError: If the dtype is not int64.
         """
         indices = checked_indices(indices, self._lengths)
@@ -370,13 +358,13 @@ class DilatedKVCache:
     def select(self, indices: Tensor) -> None:
         """Go on with the sequences `indices` alone, in that order, each as often as it occurs; their number is the new batch size.
 
-        Allocates anew; `reorder` does not.
-
-        Args:
-            indices: `(new batch size,)` int64 in `[0, B)`, at least one.
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> cache.select(torch.tensor([0, 0, 1]))
+        >>> cache.batch_size
+        3
 
         Raises:
-            ValueError: If the shape is wrong or an index is out of range.
+            ValueError: If the shape is not `(new batch size,)`, or an index is not in `[0, B)`.
             TypeError: If the dtype is not int64.
         """
         indices = checked_indices(indices, self._lengths)
@@ -395,10 +383,14 @@ class DilatedKVCache:
     def crop(self, length: int | Tensor) -> None:
         """Forget the tokens of each sequence from position `length` on; a shorter sequence stays as it is.
 
-        What a branch stored of an earlier segment is gone, so the new end must lie in the segment that each branch holds, or at
-        the beginning of a segment, where nothing is needed; or at a token of the calls since `records_past` was set or the last
-        `crop`, whichever is later: what those overwrote is kept until then. Either every sequence is cut or none. Waits for the
-        device.
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> _ = cache.attend(*torch.randn(3, 2, 5, 4, 8))
+        >>> cache.crop(3)
+        >>> cache.lengths.tolist()
+        [3, 3]
+
+        The new end must be in the current segment of each branch, at the start of a segment, or among the tokens since the last
+        `crop` with `records_past` set: other rows are overwritten. Every sequence is cut, or none. Waits for the device.
 
         Args:
             length: Tokens that stay: one number, or `(B,)` integers.
@@ -439,7 +431,13 @@ class DilatedKVCache:
             self._store(past.new, (kept - self._lengths).clamp(min=0).minimum(past.added))
 
     def reset(self) -> None:
-        """Forget everything; the memory stays allocated."""
+        """Forget everything; the memory stays allocated.
+
+        >>> cache = DilatedKVCache(DilatedPattern.causal(64, 4), batch_size=2, num_kv_heads=4, head_dim=8)
+        >>> cache.reset()
+        >>> cache.lengths.tolist()
+        [0, 0]
+        """
         self._lengths.zero_()
         self._order.zero_()
         for store in self._stores:

@@ -30,6 +30,15 @@ class Overwritten(NamedTuple):
     held: Tensor
 
 
+class Past(NamedTuple):
+    """One call of `attend`: the state before it, and what it stored. `lengths`, `added` `(B,)`."""
+
+    lengths: Tensor
+    stores: tuple[Overwritten, ...]
+    new: Tokens
+    added: Tensor
+
+
 @contextmanager
 def kept_where_refused(stores: Sequence[Store], positions: Tensor) -> Iterator[None]:
     """Restore the rows that tokens at `positions` `(B, T)` overwrite if an error ends the block."""

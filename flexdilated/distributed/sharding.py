@@ -18,6 +18,9 @@ Batch = TypeVar("Batch")
 def even_shard_lengths(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
     """Lengths as equal as can be, the first ones one longer: `even_shard_lengths(7, 3) == (3, 2, 2)`.
 
+    >>> even_shard_lengths(7, 3)
+    (3, 2, 2)
+
     Raises:
         ValueError: If a number of tokens is negative, or there is no rank.
     """

@@ -30,11 +30,9 @@ def unshard_sequence(
 ) -> Batch:
     """The whole sequence on every rank, from the shard that each holds: the inverse of `shard_sequence`, for any dtype.
 
-    Differentiable, by the convention of `DTensor.full_tensor()`: every rank goes on to compute the same from the whole, so the
-    gradient of its shard is that slice of its own gradient, and nothing is summed over ranks. A loss that is computed from the
-    whole on every rank has its full gradient in each shard; one that differs between ranks must be reduced by the caller, or by
-    `reduce_gradients`. Parameters behind the whole, a head's say, have their full gradient on every rank, and those before it a
-    part: where all are added up over ranks, or averaged as DDP and FSDP2 do, only `reduce_gradients` makes one rule of both.
+    Differentiable, as `DTensor.full_tensor()`: the gradient of a shard is the slice of this rank's own gradient, without a sum over
+    ranks. That is right if every rank computes the same loss from the whole. If losses differ, or if gradients of all parameters
+    are summed or averaged over ranks, as DDP and FSDP2 do, use `reduce_gradients`.
 
     Args:
         batch_local: This rank's shard: a tensor, or nested dicts, lists and tuples of tensors of one length along `dim`; the same
@@ -42,17 +40,15 @@ def unshard_sequence(
         mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`.
         dim: Dim of every tensor that is the sequence.
         shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.
-        reduce_gradients: Whether the gradients of all ranks are added up. The loss that is differentiated is then the sum of those
-            of the ranks, or their mean where gradients are averaged, as over a model whose output stays in shards. The backward
-            is then a call, which each rank must make.
+        reduce_gradients: Whether the gradients of all ranks are summed: the gradient is that of the sum of the ranks' losses. Every
+            rank must then call backward.
 
     Returns:
         The same structure, with tensors of `sum(shard_lengths)` tokens.
 
     Raises:
         TypeError: If the batch holds no tensor, or something of another type.
-        ValueError: If the tensors differ in length, this rank holds another number of tokens than `shard_lengths` says, or, on all
-            of them, the ranks differ in lengths, dtype or other dims.
+        ValueError: If tensors differ in length, shards are not as `shard_lengths` says, or ranks differ in dtype or other dims.
     """
     return _unsharded(batch_local, mesh, dim, shard_lengths, reduce_gradients)
 
@@ -94,7 +90,7 @@ def gather_tokens(
     Differentiable, as `unshard_sequence`.
 
     Args:
-        x_local: This rank's shard `(B, n, E)`, which may be empty: hidden states, say, before the head of a language model.
+        x_local: This rank's shard `(B, n, E)`, which may be empty.
         positions: `(B,)` int64 or int32, of the tokens in the whole sequence, the same on every rank.
         mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`.
         shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.

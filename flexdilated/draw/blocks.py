@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from flexdilated.analysis.lattice import checked
-from flexdilated.core.pattern import DilatedPattern, at_least_one
+from flexdilated.core.integers import at_least_one
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 from flexdilated.draw.tiles import Cell, HeadTiles, all_heads, head_tiles
 

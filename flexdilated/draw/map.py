@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import torch
 from torch import Tensor
 
-from flexdilated.core.pattern import as_integer
+from flexdilated.core.integers import as_integer
 from flexdilated.draw.figure import INK, grid_of, new, plain
 from flexdilated.draw.places import Places, places_of
 from flexdilated.draw.weights import UNSEEN, check_path, check_weights, finish, outline
@@ -40,28 +40,31 @@ def draw_attention_map(
 ) -> Figure:
     """Draw attention weights as coloured cells with one colour bar: patches of an image, or tokens of a text.
 
-    Dark to light is small to large in cividis, safe for colour-blind readers; a weight of exactly 0 is small and light blue.
-    Patches lie row by row in a `grid`; without it, tokens follow one another in lines as in a text. With more than 4,096 tokens a
-    cell is the sum of several neighbours, and a note says so. For tiles of a slide use `flexdilated.draw.slide.draw_slide_map`.
+    >>> figure = draw_attention_map(torch.rand(6), grid=(2, 3))
+    >>> len(figure.axes)  # the panel and the colour bar
+    2
+
+    Dark to light is small to large (cividis); a weight of exactly 0 is light blue. With more than 4,096 tokens a cell is the sum of
+    several neighbours, and a note says so. For tiles of a slide use `flexdilated.draw.slide.draw_slide_map`.
 
     Args:
-        weights: `(N,)`, or `(P, N)` for P panels (say, heads) on one scale: one non-negative number per token. Of the weights of
-            `attention_map`, leave out the columns of tokens that have no place (`weights[0, :, 0, 1:]` behind a CLS token).
+        weights: `(N,)`, or `(P, N)` for P panels on one scale: one non-negative number per token, without class tokens
+            (`weights[0, :, 0, 1:]` of `attention_map`).
         path: Where to write the picture too: .png, .pdf or .svg.
         grid: `(rows, columns)` of an image whose N patches are in row-major order.
         words: N texts, written in the cells of a strip; at most 480.
         queries: The query token, outlined in red: a position in `[0, N)`, or one per panel.
         title: Above all panels.
         titles: One text per panel.
-        log_scale: Whether colours follow the logarithm of the weights. Default: where the largest is more than 50 times the median
-            of those above 0. What is below a ten thousandth of the largest is as dark as that then.
+        log_scale: Whether colours follow the logarithm of the weights, down to 1e-4 of the largest. Default: if the largest is more
+            than 50 times the median of the weights above 0.
 
     Returns:
         The figure, of matplotlib.
 
     Raises:
-        ValueError: If shapes do not match, a weight is negative or not finite, all weights are 0 under `log_scale`, the file name
-            has another ending, or `grid` meets `words`.
+        ValueError: If shapes do not match, a weight is negative or not finite, all weights are 0 under `log_scale`, the file
+            has another ending, or both `grid` and `words` are given.
         TypeError: If an argument has the wrong type.
         OSError: If the picture cannot be written.
     """

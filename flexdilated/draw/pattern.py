@@ -75,8 +75,11 @@ def _rows(start: Integers, end: Integers, rate: int, offset: int) -> NDArray[np.
 def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False, name: str | None = None) -> Figure:
     """A matplotlib figure with one panel per head: query rows down, key columns across, coloured by `multiplicity`.
 
-    The outlined squares on the diagonal are the segments of each branch. Every cell has the same whole number of pixels. Above
-    1,024 tokens a cell is a square of pairs, coloured by the joins per pair.
+    >>> figure = draw_pattern(DilatedPattern((4, 16), (1, 2)), 16, 2)
+    >>> len(figure.axes)
+    2
+
+    Outlined squares are the segments of each branch. Above 1,024 tokens a cell is a square of pairs, coloured by joins per pair.
 
     Args:
         pattern: Which positions attend to which.

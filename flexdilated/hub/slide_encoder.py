@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.integers import is_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed.mesh import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.distributed.unsharding import unshard_sequence

@@ -11,7 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated.core.branch import Kept
 from flexdilated.core.functorch import in_no_mode
-from flexdilated.core.pattern import DilatedPattern, decode, encode, is_integer
+from flexdilated.core.integers import is_integer
+from flexdilated.core.pattern import DilatedPattern, decode, encode
 from flexdilated.core.pieces import uncached
 from flexdilated.core.reference import MaskMod
 from flexdilated.masks.blocks import BlockLists, Order, block_lists, head_branches, most_columns
@@ -33,9 +34,13 @@ def create_dilated_block_mask(
 ) -> BlockMask:
     """The `BlockMask` of `dilated_mask_mod`, of shape `(1, num_heads, seq_len, seq_len)`, built in closed form.
 
-    It lists exactly the partial and full blocks that `torch.nn.attention.flex_attention.create_block_mask` finds by looking at all
-    pairs, at a cost that grows with the listed blocks alone. The lists are only as wide as their fullest row. Results are cached:
-    do not write into them. Slicing, `as_tuple`, `to_dense` and `str` of torch's class expect full-width lists.
+    >>> mask = create_dilated_block_mask(DilatedPattern.causal(1024, 8), 8, seq_len=1024, is_causal=True, device='cpu')
+    >>> mask.shape, mask.kv_num_blocks.shape  # blocks of 128 tokens
+    ((1, 8, 1024, 1024), torch.Size([1, 8, 8]))
+
+    It lists the same blocks as `torch.nn.attention.flex_attention.create_block_mask`, at a cost that grows with their number. The
+    lists are only as wide as their fullest row, which slicing, `as_tuple`, `to_dense` and `str` of torch's class do not
+    expect. Results are cached: do not write into them.
 
     Args:
         pattern: As in `dilated_mask_mod`, like all arguments that are not listed here.

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flexdilated.core.branch import Kept
 from flexdilated.core.checks import check_losses
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.integers import is_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import plan_pieces, shifted_branches, uncached
 from flexdilated.core.reference import MaskMod, ScoreMod
 
@@ -22,8 +23,11 @@ def dilated_mask_mod(
 ) -> MaskMod:
     """`mask_mod(b, h, q_idx, kv_idx)`: whether at least one branch joins the pair.
 
-    With `dilated_score_mod` of the same arguments, plain `flex_attention` computes the mixture of `dilated_attention`, gradients
-    included. It composes with `and_masks`, `or_masks` and other score functions.
+    >>> mask_mod = dilated_mask_mod(DilatedPattern((4,), (1,)), 8, seq_len=16)
+    >>> mask_mod(0, 0, torch.tensor(3), torch.arange(5)).tolist()
+    [True, True, True, True, False]
+
+    With `dilated_score_mod` of the same arguments, `flex_attention` computes `dilated_attention`, gradients included.
 
     Args:
         pattern: Which positions attend to which.
@@ -47,9 +51,11 @@ def dilated_score_mod(
 ) -> ScoreMod:
     """`score_mod(score, b, h, q_idx, kv_idx)`: the score plus the log of how many branches join the pair.
 
-    In the one softmax over all branches a key that m of them join counts m times. A pair that none joins gets -inf, so the function
-    is exact even without the mask; the mask is what saves the work.
+    >>> score_mod = dilated_score_mod(DilatedPattern((4, 8), (1, 1)), 8, seq_len=16)
+    >>> score_mod(torch.zeros(3), 0, 0, torch.tensor(0), torch.tensor([3, 7, 8])).exp().round().tolist()
+    [2.0, 1.0, 0.0]
 
+    A key that m branches join counts m times in the softmax. A pair that none joins gets -inf, so the mask only saves work.
     The arguments are those of `dilated_mask_mod`.
 
     Raises:
@@ -115,7 +121,7 @@ class _Clause(NamedTuple):
 
 def _holding(x: Tensor, length: int) -> Tensor:
     """`x` in a dtype that holds a segment length: torch would wrap the length."""
-    return x if length <= torch.iinfo(x.dtype).max else x.long()
+    return x if not isinstance(x, Tensor) or length <= torch.iinfo(x.dtype).max else x.long()
 
 
 def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:

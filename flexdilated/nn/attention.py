@@ -14,7 +14,8 @@ from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.core.call import EXCHANGES
 from flexdilated.core.checks import check_dense, check_losses, check_options
-from flexdilated.core.pattern import DilatedPattern, as_integer
+from flexdilated.core.integers import as_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.mesh import group_of, one_of_equal
@@ -27,6 +28,9 @@ from flexdilated.nn.position import Rotation
 class DilatedAttention(nn.Module):
     """`dilated_attention` with its options held by a module; dropout is active in training mode only.
 
+    >>> DilatedAttention(DilatedPattern.causal(64, 4), is_causal=True)(*torch.randn(3, 2, 64, 4, 8)).shape  # q, k, v
+    torch.Size([2, 64, 4, 8])
+
     Args:
         pattern: Which positions attend to which.
         is_causal: Whether a query sees only keys at its own position and before.
@@ -38,8 +42,7 @@ class DilatedAttention(nn.Module):
 
     Raises:
         TypeError: If the pattern is no `DilatedPattern`, the mesh no `DeviceMesh`, or another argument of the wrong type.
-        ValueError: If the probability is out of range, the scale is not finite, the mesh is not 1-D or lacks this rank, or the
-            exchange is unknown.
+        ValueError: If the probability or the scale is out of range, the mesh does not fit, or the exchange is unknown.
     """
 
     def __init__(
@@ -136,16 +139,18 @@ class _TokenNorm(nn.LayerNorm):
 class MultiheadDilatedAttention(nn.Module):
     """Multi-head dilated self-attention, called as `nn.MultiheadAttention(batch_first=True)` is.
 
-    Unlike that, it has a LayerNorm before the output projection by default, draws other initial weights, and calls `dropout`
-    `dropout_p`; `from_torch` and `flexdilated.convert` keep the weights of one.
+    >>> attention = MultiheadDilatedAttention(32, 4, DilatedPattern.causal(64, 4), is_causal=True)
+    >>> x = torch.randn(2, 64, 32)
+    >>> attention(x, x, x)[0].shape
+    torch.Size([2, 64, 32])
 
-    `out_proj(inner_attn_ln(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))`. Query, key and value have the same
-    length. The projections are modules, and called: hooks, adapters, parametrizations and quantization act in the call.
+    `out_proj(inner_attn_ln(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))`. By default it has a LayerNorm before
+    the output projection and its own initial weights; `from_torch` and `flexdilated.convert` keep the weights of a module.
+    Query, key and value have the same length. Hooks, adapters, parametrizations and quantization of the projections work;
     `torch.compile` looks for hooks once, at the first call: register them before.
 
-    With a mesh all three are this rank's contiguous shards of the sequence, and so is the output. Tensor parallelism: torch's
-    `parallelize_module` shards the heads, with `ColwiseParallel(use_local_output=False)` on `q_proj`, `k_proj` and `v_proj`, and
-    `RowwiseParallel()` on `out_proj`.
+    With a mesh, inputs and output are this rank's contiguous shards. For tensor parallelism use torch's `parallelize_module`, with
+    `ColwiseParallel(use_local_output=False)` on `q_proj`, `k_proj` and `v_proj`, and `RowwiseParallel()` on `out_proj`.
     Source: LongNet, arXiv 2307.02486; sub-LayerNorm and initial gains: MAGNETO, arXiv 2210.06423.
 
     Args:
@@ -155,7 +160,7 @@ class MultiheadDilatedAttention(nn.Module):
         num_kv_heads: Key/value heads; must divide `num_heads`. Default: `num_heads`.
         dropout_p: Probability of dropping an attention weight in training.
         bias: Whether the four projections have a bias.
-        layer_norm: Whether a LayerNorm (`inner_attn_ln`) stands before the output projection.
+        layer_norm: Whether a LayerNorm (`inner_attn_ln`) comes before the output projection.
         layer_norm_eps: Its epsilon.
         gamma_init: Gain of the initial value and output projections; MAGNETO's is `sqrt(log(2 * num_layers))` for a decoder.
         is_causal: Whether a query sees only keys at its own position and before, unless a call says otherwise.
@@ -167,12 +172,10 @@ class MultiheadDilatedAttention(nn.Module):
 
     Raises:
         TypeError: If the pattern is no `DilatedPattern`, or the mesh no `DeviceMesh`.
-        ValueError: If a number does not divide, a probability is out of range, the mesh is not 1-D or lacks this rank, or the
-            exchange is unknown.
+        ValueError: If a number does not divide or is out of range, the mesh does not fit, or the exchange is unknown.
 
     Warns:
-        UserWarning: Once, if a causal pattern is not connected within its longest segment, or no head keeps some token there; see
-            `flexdilated.dilated_attention`.
+        UserWarning: Once, as `flexdilated.dilated_attention`, for the longest segment.
     """
 
     # What nn.TransformerEncoderLayer and nn.TransformerEncoder read before they take a fused path: these send them to `forward`.
@@ -324,19 +327,17 @@ class MultiheadDilatedAttention(nn.Module):
             key: As query, of the same length.
             value: As key.
             key_padding_mask: `(B, N)`, or `(N,)` without a batch: bool, True where a key is ignored; or a float mask of 0 and -inf.
-            need_weights: Must be False: the weights are never formed.
-            attn_mask: Must be None, unless `is_causal=True` says that it is the causal mask; its values are not read, as in torch.
+            need_weights: Must be False.
+            attn_mask: Must be None, unless `is_causal=True`; its values are not read, as in torch.
             average_attn_weights: Has no effect, since no weights are returned.
             is_causal: Whether a query sees only keys at its own position and before; a module made causal stays so.
             cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1.
             rotation: What `flexdilated.nn.Rotary` or `XPos` gives for the positions of the tokens; applied after projection.
             score_mod: Function of a score and the positions of its pair, as in `flexdilated.dilated_attention`.
             mask_mod: Function of the positions of a pair: whether the query sees the key.
-            cache: Decodes: the tokens follow those that the cache has seen, and join them. The module's mesh is not used: ranks
-                share a cache that has a mesh, any other is this rank's own.
-            lengths: `(B,)` int64, with `cache`: how many of the tokens of each sequence are no padding.
-            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many. With a cache: as its
-                `attend` takes it. Default: every rank is given all.
+            cache: For decoding: the tokens follow the tokens that the cache holds, and join them. Only its mesh counts.
+            lengths: `(B,)` int64, with `cache`: tokens of each sequence before its padding.
+            shard_lengths: With a mesh: tokens of each rank. Default: equally many; with `cache`, all tokens on every rank.
 
         Returns:
             `out`, the shape of query, and None.

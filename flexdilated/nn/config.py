@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from flexdilated.core.checks import is_number
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.integers import is_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn.position import SCALE_BASE
 
 NUMBERS = ("dropout_p", "attention_dropout_p", "scale_base")
@@ -16,6 +17,10 @@ NUMBERS = ("dropout_p", "attention_dropout_p", "scale_base")
 @dataclass(frozen=True, kw_only=True)
 class LongNetConfig:
     """Everything that determines a `LongNetLM`, as plain data.
+
+    >>> config = LongNetConfig(vocab_size=256, embed_dim=32, num_layers=2, num_heads=4, pattern=DilatedPattern.causal(64, 4))
+    >>> LongNetConfig.from_dict(config.to_dict()) == config
+    True
 
     Args:
         vocab_size: Token ids lie in `[0, vocab_size)`.
@@ -33,9 +38,8 @@ class LongNetConfig:
         backend: Engine of the attention: `"auto"` or a name.
 
     Raises:
-        ValueError: If a number is below 1 or does not divide, a probability is out of range, the position is unknown, or there are
-            fewer key/value heads than the pattern groups.
-        TypeError: If the pattern is not a `DilatedPattern`, or another field has the wrong type.
+        ValueError: If a number is out of range or does not divide, the position is unknown, or some branch would have no head.
+        TypeError: If a field has the wrong type.
     """
 
     vocab_size: int

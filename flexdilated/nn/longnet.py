@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.core.files import sync
 from flexdilated.core.hardware import autocast_dtype, holds_values
-from flexdilated.core.pattern import as_integer
+from flexdilated.core.integers import as_integer
 from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.ranks import draw_alike
 from flexdilated.distributed.mesh import one_of_equal
@@ -38,13 +38,16 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 class LongNetLM(nn.Module):
     """Decoder-only causal language model over dilated attention.
 
+    >>> config = LongNetConfig(vocab_size=256, embed_dim=32, num_layers=2, num_heads=4, pattern=DilatedPattern.causal(64, 4))
+    >>> LongNetLM(config)(torch.randint(256, (2, 64))).shape
+    torch.Size([2, 64, 256])
+
     `x = embedding(tokens)`; per layer `x += attention(norm(x))`, `x += ffn(norm(x))`; `logits = head(norm(x))`.
     Source: LongNet, arXiv 2307.02486; sub-LayerNorm and initial gains: MAGNETO, arXiv 2210.06423; xPos: arXiv 2212.10554.
 
-    With a mesh the sequence is sharded over its ranks: each gives `forward` its contiguous shard and gets the logits of that shard,
-    those of one process; the gradients of the parameters must be summed over the ranks. Residual dropout draws from each rank's own
-    generator, so seed ranks differently. Decoding (`caches`, `generate`) uses the mesh where it is given shards of the prompt, and
-    caches over a mesh; else every rank reads and continues whole prompts of its own.
+    With a mesh `forward` takes this rank's contiguous shard and returns its logits; sum the gradients of the parameters over the
+    ranks, and seed ranks differently for residual dropout. Decoding (`caches`, `generate`) uses the mesh for prompts in shards and
+    caches over a mesh; otherwise every rank continues its own whole prompts.
 
     Args:
         config: Sizes, pattern and options.
@@ -104,13 +107,11 @@ class LongNetLM(nn.Module):
         Args:
             tokens: `(B, N)` int64 or int32 in `[0, vocab_size)`, N at least 1; with a mesh this rank's shard, which may be empty.
             key_padding_mask: `(B, N)` bool, True at padding; with a mesh that of this rank's shard.
-            cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1; with a mesh those of the whole sequence.
-            caches: What `make_caches` gave: the tokens follow those that the caches have seen, and join them.
-            lengths: `(B,)` int64, with `caches`: how many of the tokens of each sequence are no padding, which comes last.
-            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many. With `caches` over a
-                mesh: the tokens are this rank's shard of the new ones. Default: every rank is given all new ones.
-            last_only: With `caches`: only the logits `(B, 1, vocab_size)` that follow the last token of each sequence, as told by
-                `lengths`, on every rank; of a sequence without tokens they mean nothing.
+            cu_seqlens: `(num_documents + 1,)` boundaries of packed documents in the whole sequence, for B = 1.
+            caches: Result of `make_caches`: the tokens follow the tokens that the caches hold, and join them.
+            lengths: `(B,)` int64, with `caches`: tokens of each sequence before its padding.
+            shard_lengths: With a mesh: tokens of each rank. Default: equally many; with `caches`, all new tokens on every rank.
+            last_only: With `caches`: only the logits `(B, 1, vocab_size)` after the last token of each sequence, on every rank.
 
         Raises:
             ValueError: If a shape is wrong, or there are no tokens.
@@ -204,13 +205,12 @@ class LongNetLM(nn.Module):
         """An empty key/value cache for each layer, on the model's device.
 
         Args:
-            batch_size: Sequences decoded side by side.
-            max_length: Positions that will be reached at most; saves memory where it is below the segment lengths. xPos needs it
-                where the segment lengths have too large a common multiple. Default: any number.
-            dtype: Of the keys and values. Default: that of the weights, or of autocast where one is entered. To be given where
-                layers compute in another, as under the `MixedPrecisionPolicy` of FSDP2.
-            mesh: A 1-D `DeviceMesh` over whose ranks the rows of each cache are dealt, as that of the model. Default: this process
-                holds all.
+            batch_size: Number of sequences.
+            max_length: Largest number of positions; saves memory below the segment lengths. xPos needs it if the least common
+                multiple of the segment lengths is too large. Default: no limit.
+            dtype: Of keys and values. Default: that of autocast, or of the weights. Pass it if layers compute in another dtype, as
+                under the `MixedPrecisionPolicy` of FSDP2.
+            mesh: The `DeviceMesh` of the model, which then shares the rows. Default: this process holds all rows.
 
         Raises:
             ValueError: If a number is out of range, xPos cannot tell that many positions, or the mesh does not fit.
@@ -255,23 +255,21 @@ class LongNetLM(nn.Module):
     ) -> Tensor:
         """Tokens that continue each prompt, drawn one after another from the model, without dropout.
 
-        The prompt is read once; then a token costs the same time and memory wherever it stands. Ends early when every sequence has
-        drawn a stop token. Every module is in its own mode afterwards, training or evaluation, also after an error. The model is
-        called as a module, once for the prompts and once for each token but the last: its hooks run, and those of its modules.
+        Each token costs the same time and memory at any position. Ends early when every sequence has drawn a stop token. Modules
+        return to their modes afterwards. The model is called once for the prompts and once per token but the last: hooks run.
 
         Args:
             tokens: Prompts, `(B, N)`, N at least 1.
             max_new_tokens: Tokens to draw for each, at least 1.
-            lengths: `(B,)` int64 in `[1, N]`: the lengths of the prompts, where padding follows them. Default: all N.
+            lengths: `(B,)` int64 in `[1, N]`: tokens of each prompt before its padding. Default: N.
             temperature: The logits are divided by it; 0 takes the likeliest token.
             top_k: Draw among the k likeliest tokens. Default: all.
             top_p: Draw among the fewest tokens whose probabilities, after temperature and `top_k`, reach it. Default: all.
             stop_tokens: A sequence ends with the first of these that it draws.
             pad_token: Fills what follows a stop token.
             generator: Where the random numbers come from. Default: torch's global generator of the model's device.
-            shard_lengths: With a mesh: the tokens are this rank's shard of the prompts, of so many on each rank, 0 allowed; N, in
-                `lengths` too, is their sum. The caches are dealt over the ranks, which all get the tokens that rank 0 draws.
-                Default: every rank continues prompts of its own.
+            shard_lengths: With a mesh, where `tokens` is this rank's shard: tokens of each rank, 0 allowed; N is their sum. Caches
+                are sharded too, and rank 0 draws for all. Default: every rank continues its own prompts.
             dtype: Of the caches, as in `make_caches`.
 
         Returns:

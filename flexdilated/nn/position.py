@@ -30,6 +30,10 @@ class Rotation(NamedTuple):
     """What to multiply queries and keys with at each position: `(N, 1, D / 2)` each, computed once for all layers, float64 for
     queries and keys in float64 and else float32; `(B, N, 1, D / 2)` where the rows of a batch stand at different positions.
 
+    >>> q, k = Rotary(8)(torch.arange(64)).apply(*torch.randn(2, 1, 64, 4, 8))
+    >>> q.shape
+    torch.Size([1, 64, 4, 8])
+
     `log_growth` bounds the natural log of the largest factor.
     """
 
@@ -68,8 +72,10 @@ class Rotation(NamedTuple):
 class Rotary(nn.Module):
     """Rotary positions: elements `i` and `i + D / 2` are turned together by `position * base ** (-2 i / D)`.
 
-    The score of a query and a key depends on their distance alone. Angles are computed for the positions at hand, in float64, so
-    that position 1,000,001 is told from 1,000,000: there is no table and no longest length.
+    >>> Rotary(8)(torch.arange(64)).q_cos.shape
+    torch.Size([64, 1, 4])
+
+    The score of a query and a key depends on their distance alone. Angles are computed in float64, for any length.
     Source: RoFormer, arXiv 2104.09864, section 3.2; pairs of elements as in GPT-NeoX and Llama.
 
     Args:
@@ -106,9 +112,12 @@ class Rotary(nn.Module):
 class XPos(Rotary):
     """Rotary positions whose scores also decay with distance: pair `i` by `zeta_i ** (distance / scale_base)`.
 
-    `zeta_i = (2 i / D + 0.4) / 1.4`. Queries are multiplied by `zeta ** (p / scale_base)` and keys divided by it, which overflows
-    for positions far from 0. Only their distance counts, and only inside a segment: so positions are counted from the middle of
-    the longest segment, exactly, wherever the other segments divide it.
+    >>> q, k = XPos(8, DilatedPattern.causal(64, 4))(torch.arange(64)).apply(*torch.randn(2, 1, 64, 4, 8))
+    >>> q.shape
+    torch.Size([1, 64, 4, 8])
+
+    `zeta_i = (2 i / D + 0.4) / 1.4`. Queries are multiplied by `zeta ** (p / scale_base)`, keys divided by it. To avoid overflow,
+    positions are counted from the middle of the longest segment if the other segments divide it.
     Source: xPos, arXiv 2212.10554, section 3.2.
 
     Args:
@@ -145,13 +154,12 @@ class XPos(Rotary):
     ) -> Rotation:
         """The rotation of `(N,)` positions, with the decay in it.
 
-        All positions that meet must be centred alike. A part of a sequence, its shard, gets exactly the rotation that it has in
-        the whole when the whole is described: by `length`, and the borders of its documents if it is packed.
+        A shard has the rotation of the whole sequence if `length`, and `cu_seqlens` of packed documents, describe the whole.
 
         Args:
-            positions: Counted from the beginning of the sequence, or of the document of each.
-            length: Tokens of the whole sequence, whose positions begin at 0. Default: these positions are the whole.
-            cu_seqlens: `(num_documents + 1,)` borders of documents packed in the whole sequence; comes with `length`.
+            positions: Counted from the beginning of the sequence, or of each document.
+            length: Tokens of the whole sequence, from position 0. Default: these positions are the whole.
+            cu_seqlens: `(num_documents + 1,)` boundaries of documents packed in the whole sequence; comes with `length`.
             dtype: Of the queries and keys. Default: torch's default dtype.
 
         Raises:
@@ -178,12 +186,11 @@ class XPos(Rotary):
     def decode(self, positions: Tensor, *, max_length: int | None = None, dtype: torch.dtype | None = None) -> Rotation:
         """The rotation of `(B, N)` positions, such that keys rotated in one call meet queries rotated in any other.
 
-        The centre must be the same in every call: positions are counted from the middle of the least common multiple of the
-        segment lengths, which no segment crosses, or of `max_length` if that is less.
+        Positions are counted from the middle of the least common multiple of the segment lengths, or of `max_length` if less.
 
         Args:
-            positions: Below `max_length`, where that is given.
-            max_length: Positions that will be reached at most. Default: any number.
+            positions: Below `max_length`.
+            max_length: Largest number of positions. Default: no limit.
             dtype: Of the queries and keys. Default: torch's default dtype.
 
         Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexdilated.core.pattern import is_integer
+from flexdilated.core.integers import is_integer
 
 LEAST = torch.finfo(torch.float32).tiny  # to divide by: what is less may count as 0
 INDICES = (torch.int64, torch.int32)  # what an embedding takes

@@ -29,6 +29,10 @@ EVERYTHING = DilatedPattern((1 << 40,), (1,))  # one segment, however long: a su
 class CrossAttention(nn.Module):
     """`out_proj(attention(q_proj(x), k_proj(memory), v_proj(memory)))`: every query sees the whole memory, however long.
 
+    >>> query, memory = torch.randn(2, 5, 32), torch.randn(2, 64, 32)
+    >>> CrossAttention(32, 4)(query, memory, memory)[0].shape
+    torch.Size([2, 5, 32])
+
     Args:
         embed_dim: Elements of a token.
         num_heads: Must divide `embed_dim`.
@@ -120,6 +124,11 @@ class CrossAttention(nn.Module):
 class DecoderBlock(nn.Module):
     """`x + self_attn(norm(x))`, then `x + encoder_attn(norm(x), memory)`, then `x + ffn(norm(x))`.
 
+    >>> attentions = MultiheadDilatedAttention(32, 4, DilatedPattern((64,), (1,))), CrossAttention(32, 4)
+    >>> block = DecoderBlock(*attentions, FeedForward(32, 64))
+    >>> block(torch.randn(2, 5, 32), torch.randn(2, 64, 32), key_padding_mask=None, memory_key_padding_mask=None).shape
+    torch.Size([2, 5, 32])
+
     Args:
         self_attn: The self-attention.
         encoder_attn: The cross-attention: queries from the decoder, keys and values from the memory.
@@ -170,11 +179,13 @@ class DecoderBlock(nn.Module):
 class LongNet(nn.Module):
     """Encoder and decoder over dilated attention, on embeddings that already carry positions.
 
-    `memory = norm(encoder(src))`, `out = norm(decoder(tgt, memory))`, pre-norm layers with sub-LayerNorm. Cross-attention is
-    dilated like self-attention by default: decoder token `p` sees the memory at the positions that its branch keeps in the segment
-    of `p`. So the segments of both sides must line up, and other lengths are refused. The paper's authors have dense
-    cross-attention in their decoder (torchscale, model/longnet.py, whose layer replaces the self-attention alone): with
-    `cross_attention="dense"` every decoder token sees the whole memory, and the lengths may differ.
+    >>> model = LongNet(32, 4, 1, 1, 64, segment_lengths=(8, 64), dilation_rates=(1, 2))
+    >>> model(torch.randn(2, 64, 32), torch.randn(2, 64, 32)).shape  # source, target
+    torch.Size([2, 64, 32])
+
+    `memory = norm(encoder(src))`, `out = norm(decoder(tgt, memory))`, pre-norm layers with sub-LayerNorm. By default
+    cross-attention is dilated: decoder token `p` sees the kept memory in the segment of `p`, so both sides must have one length.
+    With `cross_attention="dense"`, as in torchscale, every decoder token sees the whole memory, of any length.
     Source: LongNet, arXiv 2307.02486; sub-LayerNorm (none in cross-attention) and initial gains for N encoder and M decoder layers,
     `sqrt(log(3 M) log(2 N) / 3)` and `sqrt(log(3 M))`: MAGNETO, arXiv 2210.06423, figure 2.
 
@@ -193,18 +204,16 @@ class LongNet(nn.Module):
         encoder_is_causal: Whether a source token sees only those before it.
         decoder_is_causal: Whether a target token sees only those before it.
         cross_is_causal: Whether a target token sees only the memory up to its own position; only in dilated cross-attention.
-        cross_attention: `"dilated"`, between sides of equal length, or `"dense"`, as in torchscale, between any.
+        cross_attention: `"dilated"` or `"dense"`.
         backend: `"auto"` or the name of an engine, of all dilated attention; dense cross-attention is torch's own.
-        mesh: A 1-D `DeviceMesh` over which both sequences are sharded, such as `mesh["cp"]`: `forward` takes this rank's contiguous
-            shards and gives that of the output. Dense cross-attention is then one branch that keeps everything, over as many rows
-            on each rank as the longer side has there. Default: the sequences are whole.
+        mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`: `forward` takes and returns this rank's contiguous shards. Default: none.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
         device: Where the parameters live.
         dtype: Of the parameters.
 
     Raises:
-        ValueError: If a number does not divide or is out of range, `cross_attention` is unknown, or dense and causal, the mesh
-            is not 1-D or lacks this rank, or the exchange is unknown.
+        ValueError: If a number does not divide or is out of range, cross-attention is dense and causal, the mesh does not fit, or a
+            name is unknown.
         TypeError: If the mesh is no `DeviceMesh`.
     """
 
@@ -302,11 +311,9 @@ class LongNet(nn.Module):
         Args:
             src: `(B, N, d_model)`.
             tgt: `(B, N, d_model)`; as long as src under dilated cross-attention.
-            src_key_padding_mask: `(B, N)` bool, True where a source token is ignored, in the encoder and by cross-attention; or in
-                floating point, 0 and -inf.
+            src_key_padding_mask: `(B, N)`: True where a source token is ignored everywhere; or a float mask of 0 and -inf.
             tgt_key_padding_mask: `(B, N)`, the same of target tokens.
-            shard_lengths: With a mesh, where all of the above are this rank's shards: source tokens of each rank, the same on every
-                rank. Default: equally many.
+            shard_lengths: With a mesh (inputs are shards): source tokens of each rank. Default: equally many.
             tgt_shard_lengths: With a mesh: target tokens of each rank. Default: `shard_lengths`, or equally many without it.
 
         Raises:

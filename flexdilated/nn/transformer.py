@@ -20,6 +20,9 @@ from flexdilated.nn.position import Rotation
 class FeedForward(nn.Module):
     """`fc2(norm(gelu(fc1(x))))`. Source: MAGNETO, arXiv 2210.06423, figure 2.
 
+    >>> FeedForward(32, 64)(torch.randn(2, 5, 32)).shape
+    torch.Size([2, 5, 32])
+
     Args:
         embed_dim: Elements of a token.
         ffn_dim: Elements between the two projections.
@@ -42,6 +45,10 @@ class FeedForward(nn.Module):
 
 class Block(nn.Module):
     """`x + attention(norm(x))`, then `x + ffn(norm(x))`.
+
+    >>> attention = MultiheadDilatedAttention(32, 4, DilatedPattern((8, 64), (1, 2)))
+    >>> Block(attention, FeedForward(32, 64))(torch.randn(2, 64, 32)).shape
+    torch.Size([2, 64, 32])
 
     Args:
         attention: The self-attention.

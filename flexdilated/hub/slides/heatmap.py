@@ -15,8 +15,9 @@ from torch import Tensor
 
 from flexdilated.attention import dilated_attention
 from flexdilated.core.files import replaced
+from flexdilated.core.integers import is_integer
 from flexdilated.core.lse import accumulated
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.ordering import coordinate_order
 

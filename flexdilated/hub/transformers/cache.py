@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.integers import is_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode import DilatedKVCache
 from flexdilated.hub.transformers.heads import HeadShard
 from flexdilated.hub.transformers.patterns import NAME

@@ -14,7 +14,8 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.integers import is_integer
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode.arguments import cache_refusal
 from flexdilated.hub.transformers.cache import DilatedCache, check_padding
 from flexdilated.hub.transformers.context import IGNORED
