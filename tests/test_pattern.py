@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexdilated.core.pattern
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.core import boundaries, branch, pattern_svg
+from flexdilated.core import boundaries, branch, integers, pattern_svg
 from flexdilated.core.branch import Segments, num_kept
 from flexdilated.core.pattern import BACKWARD, FORWARD
 from tests.cases import least_heads, patterns
