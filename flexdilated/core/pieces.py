@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
@@ -336,16 +337,6 @@ def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int,
             yield some if counts[0] == batch else b, those if counts[1] == piece.segments else s, o, h
 
 
-@recent(size=lambda found, pieces, *sizes: PIECE * len(found))
-def parts_of(
-    pieces: tuple[Piece, ...], batch: int, num_tokens: int, group: int, most: int, offsets_apart: bool
-) -> tuple[tuple[Piece, Part], ...]:
-    """The pieces with their `view_parts`, one after another."""
-    return tuple(
-        (piece, part) for piece in pieces for part in view_parts(piece, batch, num_tokens, group, most, offsets_apart=offsets_apart)
-    )
-
-
 def _each(count: int) -> list[slice]:
     return [slice(i, i + 1) for i in range(count)]
 
@@ -360,20 +351,26 @@ def box(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
         piece: The box.
         group: Query heads per key/value head: 1 for k and v.
     """
-    batch, token, head, dim = x.stride()
-    head *= group
-    return x.as_strided(
-        (x.shape[0], piece.segments, piece.offsets, piece.heads, group, piece.rows, x.shape[3]),
+    size, strides, first = box_layout(piece, x.shape, x.stride(), group)
+    return x.as_strided(size, strides, x.storage_offset() + first)
+
+
+def box_layout(piece: Piece, size: Sequence[int], strides: Sequence[int], group: int) -> Layout:
+    """Size and strides of the `box` of a piece in a tensor `(B, N, H, D)`, and the elements before its first one."""
+    batch, token, query_head, dim = strides
+    head = query_head * group
+    return (
+        (size[0], piece.segments, piece.offsets, piece.heads, group, piece.rows, size[3]),
         (
             batch,
             piece.segment_stride * token,
             token + piece.offset_head_step * head,
             piece.head_step * head,
-            x.stride(2),
+            query_head,
             piece.row_stride * token,
             dim,
         ),
-        x.storage_offset() + piece.token * token + piece.head * head,
+        piece.token * token + piece.head * head,
     )
 
 
@@ -388,24 +385,84 @@ def fold(rows: Tensor, *, offsets_apart: bool = False) -> Tensor:
 
 def fold_view(rows: Tensor, *, offsets_apart: bool = False) -> Tensor | None:
     """All rows of a slab as `fold` gives them, where strides make that a view, else None."""
-    try:
-        return rows.view(_folded(rows, offsets_apart))
-    except RuntimeError:
-        return None
+    layout = _fold_layout(rows.shape, rows.stride(), offsets_apart)
+    return None if layout is None else rows.as_strided(*layout)
 
 
-Layout = tuple[Sequence[int], Sequence[int], int]  # size, strides and offset of a view in a tensor
+@dataclass(frozen=True, eq=False)
+class Slabs:
+    """Parts of pieces, in order, each of which is one call of a kernel; compared by identity.
 
-
-@recent(size=lambda found, *arguments: PIECE * len(found))
-def view_layouts(parts: tuple[Any, ...], size: tuple[int, ...], strides: tuple[int, ...], group: int) -> tuple[Layout | None, ...]:
-    """The layout that `fold_view` gives each part of a tensor `(B, N, H, D)`, by its size and strides.
-
-    `parts`: the arguments of `parts_of`.
+    Made by `slabs_of`, which gives the same object for equal arguments, so that `layouts` knows it.
     """
-    x, apart = torch.empty_strided(size, strides, device="meta"), parts[-1]
-    views = [fold_view(box(x, piece, group=group)[part], offsets_apart=apart) for piece, part in parts_of(*parts)]
-    return tuple(None if y is None else (y.shape, y.stride(), int(y.storage_offset())) for y in views)
+
+    pieces: tuple[Piece, ...]  # of each slab
+    parts: tuple[Part, ...]
+    offsets_apart: bool  # of `fold`
+
+
+@recent(size=lambda found, *arguments, **options: PIECE * len(found.parts))
+def slabs_of(
+    pieces: tuple[Piece, ...], batch: int, num_tokens: int, group: int, most: int, packed: int, offsets_apart: bool
+) -> Slabs:
+    """The pieces as slabs: `view_parts` of at most `most` softmaxes, or parts whose copies have at most `most` bytes.
+
+    `packed`: the bytes that a row of q has in a copy, 0 for views.
+    """
+    found = []
+    for piece in pieces:
+        if packed:
+            parts = slabs(piece, batch, piece.offsets * piece.heads * piece.rows * packed, most)
+        else:
+            parts = view_parts(piece, batch, num_tokens, group, most, offsets_apart=offsets_apart)
+        found += [(piece, part) for part in parts]
+    return Slabs(tuple(piece for piece, _ in found), tuple(part for _, part in found), offsets_apart)
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides, and elements before the first one
+
+
+class SlabLayout(NamedTuple):
+    """Where the rows of a slab are in a tensor, beyond its own storage offset."""
+
+    box: Layout  # b s o h g r d
+    view: Layout | None  # as `fold` gives them, where strides make that a view
+
+
+@recent(size=lambda found, *arguments: 2 * PIECE * len(found))
+def layouts(slabs: Slabs, size: tuple[int, ...], strides: tuple[int, ...], group: int) -> tuple[SlabLayout, ...]:
+    """The layouts of slabs in a tensor `(B, N, H, D)`, by its size and strides; it has `group` heads for each key/value head."""
+    found = []
+    for piece, part in zip(slabs.pieces, slabs.parts):
+        sizes, steps, start = box_layout(piece, size, strides, group)
+        chosen = [range(n)[some] for n, some in zip(sizes, part)]  # a view of a view
+        start += sum(some.start * step for some, step in zip(chosen, steps))
+        sizes = (*map(len, chosen), *sizes[len(chosen) :])
+        folded = _fold_layout(sizes, steps, slabs.offsets_apart)
+        found.append(SlabLayout((sizes, steps, start), None if folded is None else (*folded, start)))
+    return tuple(found)
+
+
+def _fold_layout(
+    size: Sequence[int], strides: Sequence[int], offsets_apart: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Size and strides of all rows of a slab `b s o h g r d` as `fold` gives them, or None where that is no view."""
+    h, g = size[3:5]
+    groups = ((6,), (5,), (3, 4), (0, 1, 2)) if offsets_apart or h * g > 1 else ((6,), (5,), (2, 3, 4), (0, 1))
+    sizes, steps, inner = [], [], 1
+    for dims in groups:
+        count, first = 1, inner  # a dim of size 1 has the stride of a contiguous one, as `Tensor.view` gives it
+        for dim in reversed(dims):
+            if size[dim] != 1:
+                if count == 1:
+                    first = strides[dim]
+                elif strides[dim] != count * first:
+                    return None
+                count *= size[dim]
+        sizes.append(count)
+        steps.append(first)
+        inner = count * first
+    return tuple(reversed(sizes)), tuple(reversed(steps))
 
 
 def _folded(rows: Tensor, offsets_apart: bool) -> tuple[int, int, int, int]:

@@ -1,0 +1,106 @@
+"""How many functions of the package one call passes, in how many calls: on one device, and on each of two ranks.
+
+    python -m benchmarks.steps
+
+A count of Python's own calls, by `sys.setprofile`: no clock, and the same on every machine. First a call whose plans are made, then
+one for which everything is kept, and its backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import flexdilated
+from flexdilated import DilatedPattern, dilated_attention
+
+PACKAGE = f"{Path(flexdilated.__file__).parent}/"
+NUM_TOKENS, NUM_HEADS, HEAD_DIM = 1024, 8, 16
+
+Steps = Counter[tuple[str, str, int]]  # calls of each function: file, name, line
+
+
+def steps_of(work: Callable[[], object]) -> Steps:
+    """The functions of the package that some work passes, and how often."""
+    steps: Steps = Counter()
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            steps[frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name, frame.f_code.co_firstlineno] += 1
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return steps
+
+
+def measure(mesh: DeviceMesh | None = None) -> dict[str, Steps]:
+    """The steps of a first call, a second call and its backward, of this rank's shard where there is a mesh."""
+    pattern = DilatedPattern.causal(NUM_TOKENS, NUM_HEADS)
+    shape = (1, NUM_TOKENS // (1 if mesh is None else mesh.size()), NUM_HEADS, HEAD_DIM)
+    q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    outs: list[torch.Tensor] = []
+
+    def forward() -> None:
+        outs.append(dilated_attention(q, k, v, pattern, is_causal=True, mesh=mesh))
+
+    found = {"first call": steps_of(forward)}
+    outs.pop().sum().backward()
+    found["second call"] = steps_of(forward)
+    loss = outs.pop().sum()
+    return found | {"backward": steps_of(loss.backward)}
+
+
+def _on_rank(rank: int, num_ranks: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    found = measure(init_device_mesh("cpu", (num_ranks,)))
+    if rank == 0:
+        torch.save(found, f"{folder}/steps.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_ranks(num_ranks: int) -> dict[str, Steps]:
+    """As `measure`, of the first of some ranks, in processes of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_on_rank, (num_ranks, folder), num_ranks)
+        found: dict[str, Steps] = torch.load(f"{folder}/steps.pt", weights_only=False)
+    return found
+
+
+def main() -> None:
+    """Print the table; `--functions` prints each function too."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--functions", action="store_true", help="each function and how often it is called")
+    shows_functions = parser.parse_args().functions
+    table = Table(title=f"causal({NUM_TOKENS}, {NUM_HEADS}), head dim {HEAD_DIM}")
+    for column in ("", "files", "functions", "calls"):
+        table.add_column(column, justify="left" if not column else "right")
+    console = Console()
+    for name, found in (("one process", measure()), ("two ranks", measure_ranks(2))):
+        for what, steps in found.items():
+            files = len({file for file, _, _ in steps})
+            table.add_row(f"{name}, {what}", str(files), str(len(steps)), str(steps.total()))
+            if shows_functions:
+                console.print(f"{name}, {what}:")
+                for (file, function, line), times in sorted(steps.items()):
+                    console.print(f"  {times:4} {file}:{line} {function}", highlight=False, markup=False)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
