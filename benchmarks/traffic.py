@@ -15,7 +15,8 @@ from flexdilated.backends.flex.cost import BLOCK, Shape, fused_cost, mergeable
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.triton.groups import together
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import Layout, Piece, layouts, plan_pieces, slabs_of
+from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.slabs import Layout, layouts, slabs_of
 
 LSE = 4  # bytes of a log-sum-exp, and of whatever else is float32
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS, SPLIT_BACKWARD_PRODUCTS = 2, 5, 7  # of the matrix products per pair; 2 D operations each

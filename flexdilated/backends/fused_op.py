@@ -42,7 +42,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             run = _Mixture.apply
         elif torch.is_grad_enabled() and not (in_graph or torch.is_inference_mode_enabled()):
             run = FlexdilatedMixture.apply
-    out, lse = run(q, k, v, call.key_padding_mask, call.cu_seqlens, draw_seed(call.dropout_p, call.first_sequence), *call.flat())
+    inputs = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, draw_seed(call.dropout_p, call.first_sequence))
+    out, lse = run(*inputs, *call.flat())
     return out, lse
 
 
@@ -77,7 +78,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[
         loop, inputs, order = _piece_loop(inputs, flat)
         dout, out = (order.take(rows_contiguous(x)) for x in (dout, outputs[0]))
         lse, dlse = order.take(outputs[1], 2), None if dlse is None else order.take(dlse, 2)
-        return tuple(order.put(x) for x in backward(dout, dlse, inputs.q, inputs.k, inputs.v, out, lse, loop))
+        return tuple(order.put(x) for x in backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop))
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
@@ -110,7 +111,7 @@ def _tangent(dq: Tensor, dk: Tensor, dv: Tensor, *arguments: Any) -> tuple[Tenso
     with without_autocast(q.device):
         loop, inputs, order = _piece_loop(Inputs(q, k, v, *more), Flat._make(arguments[8:]))
         dq, dk, dv, out = (order.take(rows_contiguous(x)) for x in (dq, dk, dv, out))
-        dout, dlse = tangent((dq, dk, dv), inputs.q, inputs.k, inputs.v, out, order.take(lse, 2), loop)
+        dout, dlse = tangent((dq, dk, dv), inputs.q, inputs.k, v=inputs.v, out=out, lse=order.take(lse, 2), loop=loop)
         return order.put(dout), order.put(dlse, 2)
 
 

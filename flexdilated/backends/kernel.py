@@ -197,7 +197,7 @@ class Kernel:
             out = F.pad(out, (0, 1), value=-1.0)
             dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
         q, k, v, dout, out = self._taken(q, k, v, dout, out)
-        grads = self.run_backward(dout, q, k, v, out, lse, options, **own)
+        grads = self.run_backward(dout, q, k, v, out, lse, options=options, **own)
         dq, dk, dv = grads if q.shape[-1] == head_dim else (x[..., :head_dim] for x in grads)
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))

@@ -22,8 +22,9 @@ from flexdilated.backends.math import differential
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.lse import accumulated, add_zero_keys_, for_backward, merge_
-from flexdilated.core.pieces import Piece, SlabLayout, fold, layouts, slabs_of
+from flexdilated.core.pieces import Piece
 from flexdilated.core.request import Request
+from flexdilated.core.slabs import SlabLayout, fold, layouts, slabs_of
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a
@@ -183,7 +184,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
     out = loop.accumulator(q.shape, q.dtype, 0.0)
     lse = loop.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf)
     if loop.in_place is not None:
-        loop.in_place.forward(out, lse, q, k, v, loop.pieces, loop.options)
+        loop.in_place.forward(out, lse, q, k, v, pieces=loop.pieces, options=loop.options)
         return out, lse
     given = loop.rows(q, loop.group), loop.rows(k), loop.rows(v)
     out_rows, lse_rows = (loop.rows(x, loop.group) for x in (out, lse.transpose(1, 2)[..., None]))
@@ -218,7 +219,8 @@ def backward(
     dq, dk, dv = (loop.accumulator(x.shape, sums or x.dtype, 0.0) for x in (q, k, v))
     if loop.in_place is not None:
         grads = (dq, dk, dv)
-        loop.in_place.backward(grads, dout, dlse, q, k, v, out, lse, loop.pieces, loop.options, detaches=loop.detaches)
+        saved = {"out": out, "lse": lse, "pieces": loop.pieces, "options": loop.options}
+        loop.in_place.backward(grads, dout, dlse, q, k, v, **saved, detaches=loop.detaches)
         return grads
     lse, dlse = for_backward(lse, dlse)
     given, kernel = (loop.rows(q, loop.group), loop.rows(k), loop.rows(v)), loop.differentiating(dlse)
@@ -241,7 +243,7 @@ def backward(
         if slab.piece.covers and dq.dtype == q.dtype:
             views = tuple(view for view in (rows.view(slab) for rows in sum_rows) if view is not None)
             into = views if len(views) == len(sum_rows) else None
-        terms = kernel.backward(dout_i, dlse_i, *inputs, out_i, lse_i, slab.options, into)
+        terms = kernel.backward(dout_i, dlse_i, *inputs, out=out_i, lse=lse_i, options=slab.options, into=into)
         for rows, term in zip(sum_rows, terms if into is None else ()):
             if slab.piece.covers:
                 memory = rows.box(slab)

@@ -172,7 +172,7 @@ def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.shape[2] == 1:  # cuDNN has no backward for one key, and may give NaN for more (NVIDIA/cudnn-frontend#1072)
-        return MATH.run_backward(dout, q, k, v, out, lse, options)
+        return MATH.run_backward(dout, q, k, v, out, lse, options=options)
     dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only under dropout
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(

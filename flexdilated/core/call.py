@@ -42,6 +42,7 @@ class Call(NamedTuple):
     mesh: DeviceMesh | None = None
     exchange: str = "auto"
     shard_lengths: Sequence[int] | None = None
+    sinks: Tensor | None = None  # (H,), of the heads held here: the score of one more key, of value 0, that every query sees
     first_head: int = 0  # of the key/value heads held here, among those of the model
     num_heads: int | None = None  # key/value heads of the model; None: all of them are held here
     first_sequence: int = 0  # of the batch held here, among those of all ranks

@@ -23,13 +23,6 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
 
 
-class Softmax(NamedTuple):
-    """Options of the softmax: `scale` (None: `D ** -0.5`), and the `sinks` `(H,)`, scores of keys that have no value."""
-
-    scale: float | None
-    sinks: Tensor | None
-
-
 def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None:
     """Why a causal pattern cannot be decoded token by token; None if it can."""
     for w, r in pattern.segments("DilatedKVCache"):

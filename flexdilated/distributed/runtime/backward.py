@@ -39,7 +39,8 @@ def context_backward(
     if not is_received:
         exchange_queries(buffers, transport)()
     # Rows have one term per branch and source: sums of many ranks are kept in float32.
-    grads = Gradients(buffers, *backward(given.dout, given.dlse, q, k, v, given.out, given.lse, work.loop, sums=buffers.sums))
+    inside = backward(given.dout, given.dlse, q, k, v, out=given.out, lse=given.lse, loop=work.loop, sums=buffers.sums)
+    grads = Gradients(buffers, *inside)
     wait_for_outputs()
     of_tasks = _of_tasks(work, given, remote)
     if work.plan.pattern.detach_weights:

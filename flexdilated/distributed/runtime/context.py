@@ -37,7 +37,15 @@ class RankContext(NamedTuple):
         where = "" if inputs.cu_seqlens is None else f" of all ranks, shard_lengths={shown(lengths)}"
         spans = documents(inputs.cu_seqlens, sum(lengths), where)
         within = range(flat.first_head, flat.first_head + kv_heads)
-        return context_plan(flat.pattern, lengths, flat.num_heads, within, inputs.q.shape[2] // kv_heads, spans, flat.is_causal)
+        return context_plan(
+            flat.pattern,
+            lengths,
+            flat.num_heads,
+            within=within,
+            group=inputs.q.shape[2] // kv_heads,
+            documents=spans,
+            is_causal=flat.is_causal,
+        )
 
     def chosen_exchange(self, plan: ContextPlan, inputs: Inputs) -> str:
         """The exchange that is asked for, or that `"auto"` takes."""

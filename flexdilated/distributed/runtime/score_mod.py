@@ -93,7 +93,8 @@ def attend(
             # What ignored keys and values hold must not matter, and 0 times NaN would.
             k, v = (x.masked_fill(mask[:, :, None, None], 0.0) for x in (k, v))
         layers: list[list[Part]] = [
-            [(piece, *attend_piece(q, k, v, mask, plan.borders[rank], piece, call))] for piece in local_pieces(plan, rank)
+            [(piece, *attend_piece(q, k, v, mask, plan.borders[rank], piece=piece, call=call))]
+            for piece in local_pieces(plan, rank)
         ]
         with torch.no_grad():
             for wait in waits:
@@ -153,7 +154,7 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
     first = torch.as_tensor(task.tokens, device=device)[None, :, None, None, None]
     q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
     kv_idx = first + task.stride * torch.arange(scheduled.keys[0].first, scheduled.keys[-1].end, device=device)
-    out, lse = modified_scores.attend_lanes(q, k, v, hidden, b, h, q_idx, kv_idx, call)
+    out, lse = modified_scores.attend_lanes(q, k, v, hidden=hidden, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, call=call)
     return out.transpose(2, 3), lse.transpose(2, 3)
 
 

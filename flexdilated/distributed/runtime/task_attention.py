@@ -108,7 +108,7 @@ class TaskAttention:
         for rows, columns, k, v, options in self._calls(number, keys):
             lse, dlse = for_backward(given.lse[:, :, rows], None if given.dlse is None else given.dlse[:, :, rows])
             dout, out = given.dout[:, :, rows], given.out[:, :, rows]
-            terms = kernel.backward(dout, dlse, q[:, :, rows], k, v, out, lse, options)
+            terms = kernel.backward(dout, dlse, q[:, :, rows], k, v, out=out, lse=lse, options=options)
             for total, term, at in zip((dq, dk, dv), terms, (rows, columns, columns)):
                 total[:, :, at] += term
         grads.add_queries(task, self.buffers.unfolded(dq, task))
