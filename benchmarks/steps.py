@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import flexdilated
+from benchmarks.ranks import Ranks
 from flexdilated import DilatedPattern, dilated_attention
 
 PACKAGE = f"{Path(flexdilated.__file__).parent}/"
+INLINE = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")  # frames of their own in some versions of Python only
 NUM_TOKENS, NUM_HEADS, HEAD_DIM = 1024, 8, 16
 
 Steps = Counter[tuple[str, str, int]]  # calls of each function: file, name, line
@@ -37,8 +36,9 @@ def steps_of(work: Callable[[], object]) -> Steps:
     steps: Steps = Counter()
 
     def see(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            steps[frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name, frame.f_code.co_firstlineno] += 1
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in INLINE:
+            steps[code.co_filename.removeprefix(PACKAGE), code.co_name, code.co_firstlineno] += 1
 
     sys.setprofile(see)
     try:
@@ -65,23 +65,6 @@ def measure(mesh: DeviceMesh | None = None) -> dict[str, Steps]:
     return found | {"backward": steps_of(loss.backward)}
 
 
-def _on_rank(rank: int, num_ranks: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    found = measure(init_device_mesh("cpu", (num_ranks,)))
-    if rank == 0:
-        torch.save(found, f"{folder}/steps.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure_ranks(num_ranks: int) -> dict[str, Steps]:
-    """As `measure`, of the first of some ranks, in processes of their own."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_on_rank, (num_ranks, folder), num_ranks)
-        found: dict[str, Steps] = torch.load(f"{folder}/steps.pt", weights_only=False)
-    return found
-
-
 def main() -> None:
     """Print the table; `--functions` prints each function too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -91,7 +74,9 @@ def main() -> None:
     for column in ("", "files", "functions", "calls"):
         table.add_column(column, justify="left" if not column else "right")
     console = Console()
-    for name, found in (("one process", measure()), ("two ranks", measure_ranks(2))):
+    with Ranks(2) as ranks:
+        over_two, _ = ranks(measure)
+    for name, found in (("one process", measure()), ("two ranks", over_two)):
         for what, steps in found.items():
             files = len({file for file, _, _ in steps})
             table.add_row(f"{name}, {what}", str(files), str(len(steps)), str(steps.total()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.lse import accumulated, add_zero_keys_, for_backward, merge_
 from flexdilated.core.pieces import Piece
 from flexdilated.core.request import Request
-from flexdilated.core.slabs import SlabLayout, fold, layouts, slabs_of
+from flexdilated.core.slabs import Slabs, fold, layouts, slabs_of
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a
@@ -41,10 +40,11 @@ class Slab(NamedTuple):
 
 
 class Rows:
-    """The rows of slabs in a tensor `(B, N, H, ...)`, whose layouts are known."""
+    """The rows of slabs in a tensor `(B, N, H, ...)`, which has `group` heads for each key/value head."""
 
-    def __init__(self, x: Tensor, layouts: tuple[SlabLayout, ...], apart: bool) -> None:
-        self.x, self.first, self.layouts, self.apart = x, x.storage_offset(), layouts, apart
+    def __init__(self, plan: Slabs, x: Tensor, group: int = 1) -> None:
+        self.x, self.first, self.apart = x, x.storage_offset(), plan.offsets_apart
+        self.layouts = layouts(plan, x.shape, x.stride(), group)
 
     def box(self, slab: Slab) -> Tensor:
         """The rows as `b s o h g r d`."""
@@ -87,11 +87,8 @@ class PieceLoop:
             row_bytes = self.group * q.shape[3] * q.element_size() if self._packs else 0
             most = CPU_SLAB_BYTES if self._packs else GRID_LIMIT
             apart = key_padding_mask is not None or self.group > 1
-            self._slabs = slabs_of(pieces, q.shape[0], q.shape[1], self.group, most, packed=row_bytes, offsets_apart=apart)
-
-    @cached_property
-    def _merging(self) -> Any:
-        return None if self._packs else merging(self._request)
+            self._merging: Any = None if self._packs else merging(self._request)
+            self.plan = slabs_of(pieces, q.shape[0], q.shape[1], self.group, most, packed=row_bytes, offsets_apart=apart)
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
@@ -105,8 +102,8 @@ class PieceLoop:
     def slabs(self) -> Iterator[Slab]:
         """All slabs, in the order of the pieces."""
         plain = self.options._replace(ignored=None)
-        ignored = None if self._ignored is None else self.rows(self._ignored)
-        for number, piece in enumerate(self._slabs.pieces):
+        ignored = None if self._ignored is None else Rows(self.plan, self._ignored)
+        for number, piece in enumerate(self.plan.pieces):
             slab = Slab(number, piece, plain)
             if ignored is not None:
                 rows = fold(ignored.box(slab)[:, :, :, :1], offsets_apart=True)[:, 0, :, 0]
@@ -115,10 +112,6 @@ class PieceLoop:
                 dropout = self._dropout._replace(seed=spread(self._dropout.seed, number))
                 slab = slab._replace(options=slab.options._replace(dropout=dropout))
             yield slab
-
-    def rows(self, x: Tensor, group: int = 1) -> Rows:
-        """The slabs' rows in `x` `(B, N, H, ...)`."""
-        return Rows(x, layouts(self._slabs, x.shape, x.stride(), group), self._slabs.offsets_apart)
 
     def inputs(self, slab: Slab, *rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """A slab's q, k, v as the kernel takes them. Ignored keys and values are zeroed, whatever they hold."""
@@ -186,8 +179,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
     if loop.in_place is not None:
         loop.in_place.forward(out, lse, q, k, v, pieces=loop.pieces, options=loop.options)
         return out, lse
-    given = loop.rows(q, loop.group), loop.rows(k), loop.rows(v)
-    out_rows, lse_rows = (loop.rows(x, loop.group) for x in (out, lse.transpose(1, 2)[..., None]))
+    given = Rows(loop.plan, q, loop.group), Rows(loop.plan, k), Rows(loop.plan, v)
+    out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (out, lse.transpose(1, 2)[..., None]))
     for slab in loop.slabs():
         inputs = loop.inputs(slab, *given)
         if not slab.piece.covers:
@@ -219,14 +212,16 @@ def backward(
     dq, dk, dv = (loop.accumulator(x.shape, sums or x.dtype, 0.0) for x in (q, k, v))
     if loop.in_place is not None:
         grads = (dq, dk, dv)
-        saved = {"out": out, "lse": lse, "pieces": loop.pieces, "options": loop.options}
-        loop.in_place.backward(grads, dout, dlse, q, k, v, **saved, detaches=loop.detaches)
+        options = loop.options
+        loop.in_place.backward(
+            grads, dout, dlse, q, k, v, out=out, lse=lse, pieces=loop.pieces, options=options, detaches=loop.detaches
+        )
         return grads
     lse, dlse = for_backward(lse, dlse)
-    given, kernel = (loop.rows(q, loop.group), loop.rows(k), loop.rows(v)), loop.differentiating(dlse)
-    dout_rows, out_rows, lse_rows = (loop.rows(x, loop.group) for x in (dout, out, lse.transpose(1, 2)[..., None]))
-    dlse_rows = None if dlse is None else loop.rows(dlse.transpose(1, 2)[..., None], loop.group)
-    sum_rows = loop.rows(dq, loop.group), loop.rows(dk), loop.rows(dv)
+    given, kernel = (Rows(loop.plan, q, loop.group), Rows(loop.plan, k), Rows(loop.plan, v)), loop.differentiating(dlse)
+    dout_rows, out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (dout, out, lse.transpose(1, 2)[..., None]))
+    dlse_rows = None if dlse is None else Rows(loop.plan, dlse.transpose(1, 2)[..., None], loop.group)
+    sum_rows = Rows(loop.plan, dq, loop.group), Rows(loop.plan, dk), Rows(loop.plan, dv)
     for slab in loop.slabs():
         inputs = loop.inputs(slab, *given)
         dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab).select(3, 0)
@@ -263,9 +258,11 @@ def tangent(
     """
     dout, dlse = torch.zeros_like(out, dtype=lse.dtype), torch.zeros_like(lse)
     lse, _ = for_backward(lse, None)
-    given, moving = ((loop.rows(x[0], loop.group), loop.rows(x[1]), loop.rows(x[2])) for x in ((q, k, v), tangents))
+    given, moving = (
+        (Rows(loop.plan, x[0], loop.group), Rows(loop.plan, x[1]), Rows(loop.plan, x[2])) for x in ((q, k, v), tangents)
+    )
     out_rows, lse_rows, dout_rows, dlse_rows = (
-        loop.rows(x, loop.group) for x in (out, lse.transpose(1, 2)[..., None], dout, dlse.transpose(1, 2)[..., None])
+        Rows(loop.plan, x, loop.group) for x in (out, lse.transpose(1, 2)[..., None], dout, dlse.transpose(1, 2)[..., None])
     )
     for slab in loop.slabs():
         inputs, lse_i = loop.inputs(slab, *given), lse_rows.read(slab).select(3, 0)

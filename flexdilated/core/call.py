@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,7 @@ from flexdilated.core.custom_op import Flat
 from flexdilated.core.functorch import is_mapped, is_transformed
 from flexdilated.core.hardware import holds_values
 from flexdilated.core.pattern import DilatedPattern, encode
+from flexdilated.core.pieces import uncached
 from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.core.request import Request
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 EXCHANGES = ("auto", "gather", "ring", "heads")
+
+
+_encoded = lru_cache(maxsize=256)(encode)
 
 
 class Call(NamedTuple):
@@ -80,10 +85,11 @@ class Call(NamedTuple):
     def flat(self) -> Flat:
         """The options that an operator takes, of a checked call."""
         assert self.num_heads is not None
+        assert self.scale is not None
         return Flat(
-            encoded_pattern=encode(self.pattern),
+            encoded_pattern=uncached(_encoded)(self.pattern),
             is_causal=self.is_causal,
-            scale=self.checked_scale(),
+            scale=self.scale,
             dropout_p=self.dropout_p,
             engine=self.backend,
             first_head=self.first_head,

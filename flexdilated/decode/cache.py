@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,8 +126,8 @@ class DilatedKVCache:
             like = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
             heads = range(first_head, first_head + num_kv_heads)
             held = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
-            sizes = {"num_heads": total, "max_length": max_length, "rank": rank, "num_ranks": num_ranks}
-            self._stores = tuple(Store(pattern, branches, heads, like=like, **sizes) for branches in held)
+            where: dict[str, Any] = {"num_heads": total, "max_length": max_length, "rank": rank, "num_ranks": num_ranks}
+            self._stores = tuple(Store(pattern, branches, heads, like=like, **where) for branches in held)
         self._tokens: Tensor | None = None  # of the next call, by hashes, as ranks compare them
         if self._ranks is not None and self.device.type != self._ranks.mesh.device_type:
             raise ValueError(f"device must be that of mesh={self._ranks.mesh.device_type}, got {self.device}")
@@ -232,8 +232,9 @@ class DilatedKVCache:
             NotImplementedError: If a gradient is asked for, or shards come with `records_past`.
             RuntimeError: If a sequence grows beyond `max_length`.
         """
-        heads, scale = {"first_head": self.first_head, "num_heads": self.total_kv_heads}, check_scale(scale, self.dtype)
-        call = Call(pattern=self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks, **heads)
+        scale, heads = check_scale(scale, self.dtype), self.total_kv_heads
+        call = Call(pattern=self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks)
+        call = call._replace(first_head=self.first_head, num_heads=heads)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
         check_sinks(sinks, q.shape[2])
