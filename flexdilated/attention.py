@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.backends import engines
 from flexdilated.core.call import Call
-from flexdilated.core.checks import LAYOUT, check, check_losses
+from flexdilated.core.checks import LAYOUT, check, warn_of_losses
 from flexdilated.core.lse import share_beside
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -205,6 +205,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         num_tokens = q.shape[1] * call.mesh.size() if shards is None else sum(shards)
     else:
         result, num_tokens = engines.attend(*check(q, k, v, call)), q.shape[1]
-    if call.cu_seqlens is None:
-        check_losses(call.pattern, num_tokens, call.num_heads or k.shape[2], call.is_causal)
+    if call.cu_seqlens is None and not torch.compiler.is_compiling() and type(num_tokens) is int:
+        warn_of_losses(call.pattern, num_tokens, call.num_heads or k.shape[2], call.is_causal)
     return result

@@ -43,7 +43,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             run = _Mixture.apply
         elif torch.is_grad_enabled() and not (in_graph or torch.is_inference_mode_enabled()):
             run = FlexdilatedMixture.apply
-    inputs = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, draw_seed(call.dropout_p, call.first_sequence))
+    seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
+    inputs = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, seed)
     out, lse = run(*inputs, *call.flat())
     return out, lse
 

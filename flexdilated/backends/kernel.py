@@ -44,13 +44,11 @@ class Options(NamedTuple):
     dropout: Dropout | None = None
 
 
-def draw_seed(dropout_p: float, first_sequence: int) -> Tensor | None:
+def draw_seed(dropout_p: float, first_sequence: int) -> Tensor:
     """`(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws the same seed again.
 
     Generators that are seeded alike give shards of a batch, told apart by their first sequence, seeds that have nothing in common.
     """
-    if dropout_p == 0.0:
-        return None
     refuse_draws_again(dropout_p)
     return torch.randint(1 << 62, (1,), device="cpu") ^ spread(0, first_sequence)
 

@@ -137,11 +137,12 @@ def check_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_ca
     """
     pattern.check_heads(num_heads)
     if not torch.compiler.is_compiling() and type(num_tokens) is int:
-        _check_losses(pattern, num_tokens, num_heads, is_causal)
+        warn_of_losses(pattern, num_tokens, num_heads, is_causal)
 
 
 @lru_cache(maxsize=4096)
-def _check_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
+def warn_of_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
+    """As `check_losses`, of heads that are checked."""
     if pattern.zero_padding or pattern == DilatedPattern.longnet():
         return
     name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}"

@@ -181,8 +181,3 @@ def _fold_layout(
 def _folded(rows: Tensor, offsets_apart: bool) -> tuple[int, int, int, int]:
     b, s, o, h, g, r, d = rows.shape
     return (b * s * o, h * g, r, d) if offsets_apart or h * g > 1 else (b * s, o, r, d)
-
-
-def unfold(rows: Tensor, like: Tensor) -> Tensor:
-    """A kernel's rows, as `fold` gives them, in the shape of the slab `like`, `b s o h g r d`."""
-    return rows.view(like.shape)

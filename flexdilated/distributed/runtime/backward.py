@@ -99,10 +99,10 @@ def _of_tasks(work: TaskAttention, given: OutputGradients, remote: dict[int, Ten
     dlse_rows = None if dlse is None else dlse.transpose(1, 2)[..., None]
     return [
         OutputGradients(
-            dout=buffers.outputs(task, given.dout, douts),
-            dlse=None if dlse_rows is None else buffers.outputs(task, dlse_rows, dlses)[..., 0],
-            out=buffers.outputs(task, given.out, outs),
-            lse=buffers.outputs(task, lse_rows, lses)[..., 0],
+            dout=buffers.rows_of(task, given.dout, douts),
+            dlse=None if dlse_rows is None else buffers.rows_of(task, dlse_rows, dlses)[..., 0],
+            out=buffers.rows_of(task, given.out, outs),
+            lse=buffers.rows_of(task, lse_rows, lses)[..., 0],
         )
         for task in work.schedule.tasks
     ]

@@ -54,8 +54,7 @@ class RankContext(NamedTuple):
         q = inputs.q
         sizes = {"head_dim": q.shape[3], "itemsize": q.dtype.itemsize, "batch": q.shape[0]}
         more = {"masked": inputs.key_padding_mask is not None, "lse_size": accumulated(q.dtype).itemsize}
-        budget, speeds = cost_model.default_budget(plan, **sizes), cost_model.speeds_of_environment()
-        return cost_model.choose(plan, budget=budget, speeds=speeds, **sizes, **more)
+        return cost_model.choose(plan, speeds=cost_model.speeds_of_environment(), **sizes, **more)
 
     def fields(self, plan: ContextPlan, inputs: Inputs, flat: Flat, **functions: bool) -> Fields:
         """What ranks compare; `functions`: which there are, since they cannot be compared."""
