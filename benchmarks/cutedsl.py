@@ -32,7 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flexdilated import DilatedPattern
 from flexdilated.backends import flash_kernels
 from flexdilated.backends.kernel import GRID_LIMIT, Options
-from flexdilated.core.pieces import box, fold_view, plan_pieces, view_parts
+from flexdilated.core.pieces import plan_pieces
+from flexdilated.core.slabs import box, fold_view, view_parts
 
 MULTIPROCESSORS = {90: 132, 100: 148, 103: 148, 110: 20}
 USUAL_LEVELS, USUAL_HEAD_DIMS = (90, 100), (64, 128)

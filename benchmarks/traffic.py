@@ -15,7 +15,8 @@ from flexdilated.backends.flex.cost import BLOCK, Shape, fused_cost, mergeable
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.triton.groups import together
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import Layout, Piece, parts_of, plan_pieces, view_layouts
+from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.slabs import Layout, layouts, slabs_of
 
 LSE = 4  # bytes of a log-sum-exp, and of whatever else is float32
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS, SPLIT_BACKWARD_PRODUCTS = 2, 5, 7  # of the matrix products per pair; 2 D operations each
@@ -106,10 +107,11 @@ def _parts(pattern: DilatedPattern, shape: Shape) -> Iterator[tuple[_Rows, Layou
     """The parts of pieces that dense kernels are given as views, and the layouts of queries and lse there."""
     pieces = tuple(rows.piece for rows in _rows(pattern, shape))
     batch, tokens, heads, width = shape.batch, shape.num_tokens, shape.num_heads, shape.head_dim
-    sizes = (pieces, batch, tokens, group_of(shape), GRID_LIMIT, group_of(shape) > 1)
-    queries = view_layouts(sizes, (batch, tokens, heads, width), (tokens * heads * width, heads * width, width, 1), sizes[3], True)
-    lses = view_layouts(sizes, (batch, tokens, heads, 1), (heads * tokens, 1, tokens, 1), sizes[3], True)
-    for (piece, part), of_q, of_lse in zip(parts_of(*sizes), queries, lses):
+    group = group_of(shape)
+    slabs = slabs_of(pieces, batch, tokens, group, GRID_LIMIT, packed=0, offsets_apart=group > 1)
+    queries = layouts(slabs, (batch, tokens, heads, width), (tokens * heads * width, heads * width, width, 1), group)
+    lses = layouts(slabs, (batch, tokens, heads, 1), (heads * tokens, 1, tokens, 1), group)
+    for piece, part, (_, of_q), (_, of_lse) in zip(slabs.pieces, slabs.parts, queries, lses):
         counts = (len(range(n)[some]) for n, some in zip((batch, piece.segments, piece.offsets, piece.heads), part))
         some, segments, offsets, kv_heads = counts
         alone = piece._replace(segments=segments, offsets=offsets, heads=kv_heads)

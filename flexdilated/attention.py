@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.backends import engines
 from flexdilated.core.call import Call
-from flexdilated.core.checks import LAYOUT, check, check_losses
+from flexdilated.core.checks import LAYOUT, check, warn_of_losses
 from flexdilated.core.lse import share_beside
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -152,19 +152,19 @@ def dilated_attention(
         k,
         v,
         Call(
-            pattern,
-            is_causal,
-            scale,
-            dropout_p,
-            key_padding_mask,
-            cu_seqlens,
-            score_mod,
-            mask_mod,
-            backend,
-            return_lse,
-            mesh,
-            exchange,
-            shard_lengths,
+            pattern=pattern,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            backend=backend,
+            return_lse=return_lse,
+            mesh=mesh,
+            exchange=exchange,
+            shard_lengths=shard_lengths,
         ),
     )
     if mesh is None and 64 < q.shape[2] > q.shape[1] and not torch.compiler.is_compiling():
@@ -181,12 +181,21 @@ def _warn_of_layout() -> None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
-    """`dilated_attention` of a call, which may hold a part of a model's heads."""
+    """`dilated_attention` of a call, which may hold a part of a model's heads, and have sinks.
+
+    With sinks, `out * exp(lse - logaddexp(lse, sinks))`: a row without keys stays 0.
+    """
     if any(type(x).__name__ == "DTensor" for x in (q, k, v)):  # by name: their module takes a third of a second to import
         from flexdilated.distributed.dtensor import unwrapped
 
         q, k, v, call, wrap = unwrapped(q, k, v, call)
         return wrap.around(*attend(q, k, v, call))
+    if (sinks := call.sinks) is not None:
+        out, lse = attend(q, k, v, call._replace(sinks=None, return_lse=True))
+        assert lse is not None
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        share = share_beside(sinks.to(lse.dtype), lse.transpose(1, 2))  # (B, N, H)
+        return (out * share[..., None]).to(out.dtype), total if call.return_lse else None
     if call.mesh is not None:
         from flexdilated.distributed import attention as ranks  # one process needs no torch.distributed
 
@@ -194,18 +203,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         num_tokens = q.shape[1] * call.mesh.size() if shards is None else sum(shards)
     else:
         result, num_tokens = engines.attend(*check(q, k, v, call)), q.shape[1]
-    if call.cu_seqlens is None:
-        check_losses(call.pattern, num_tokens, call.num_heads or k.shape[2], call.is_causal)
+    if call.cu_seqlens is None and not torch.compiler.is_compiling() and type(num_tokens) is int:
+        warn_of_losses(call.pattern, num_tokens, call.num_heads or k.shape[2], call.is_causal)
     return result
-
-
-def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensor:
-    """`out` of `attend` as if each query saw one more key, of score `sinks` `(H,)` and value 0; None: there is none.
-
-    `out * exp(lse - logaddexp(lse, sinks))`: a row without keys stays 0.
-    """
-    out, lse = attend(q, k, v, call._replace(return_lse=sinks is not None))
-    if sinks is None or lse is None:
-        return out
-    lse = lse.transpose(1, 2)  # (B, N, H)
-    return (out * share_beside(sinks.to(lse.dtype), lse)[..., None]).to(out.dtype)

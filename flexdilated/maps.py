@@ -78,7 +78,7 @@ def attention_map(
     if mesh is None:
         if shard_lengths is not None:
             raise ValueError(f"shard_lengths must come with mesh, got {shard_lengths} and no mesh")
-        call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask)
+        call = Call(pattern=pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask)
         refuse_shards_of_torch(0)
         _check(q, k, call)
         return _weights(q, k, call, _positions(queries, q.shape[1]))
@@ -88,7 +88,7 @@ def attention_map(
     if sums.num_ranks > 1 and torch.compiler.is_compiling():
         options = {"is_causal": is_causal, "scale": scale, "key_padding_mask": key_padding_mask, "shard_lengths": shard_lengths}
         return _map_uncompiled(q, k, pattern, queries=queries, mesh=mesh, **options)
-    call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask, mesh=mesh)
+    call = Call(pattern=pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask, mesh=mesh)
     refuse_shards_of_torch(sums.num_ranks)
     _check(q, k, call)
     lengths = sums.lengths(q, shard_lengths)
@@ -105,7 +105,7 @@ def attention_map(
         "dtype": str(q.dtype),
     }
     sums.compare("attention_map", fields)
-    return _weights(q, k, call, positions, sum(lengths[: sums.rank]), sum(lengths), sums)
+    return _weights(q, k, call, positions=positions, start=sum(lengths[: sums.rank]), num_tokens=sum(lengths), sums=sums)
 
 
 @outside_graphs("fullgraph must be False with attention_map over several ranks, where it runs uncompiled")

@@ -206,10 +206,10 @@ TEXT = (
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    checks._check_losses.cache_clear()
+    checks.warn_of_losses.cache_clear()
     checks._warn.cache_clear()
     yield
-    checks._check_losses.cache_clear()
+    checks.warn_of_losses.cache_clear()
     checks._warn.cache_clear()
 
 

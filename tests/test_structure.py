@@ -116,14 +116,41 @@ def test_files_are_short() -> None:
     assert not [file for file in FILES if len((ROOT / file).read_text().splitlines()) > MOST_LINES]
 
 
+def is_kernel(node: ast.FunctionDef) -> bool:
+    return any("triton.jit" in ast.unparse(x) for x in node.decorator_list)
+
+
 def test_few_functions_take_many_arguments() -> None:
     """Public signatures: everything behind them takes a Call. Kernels apart: what they are launched with has no structure."""
     wide = set()
     for file in FILES:
         for node in ast.walk(tree(file)):
-            if isinstance(node, ast.FunctionDef) and not any("triton.jit" in ast.unparse(x) for x in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and not is_kernel(node):
                 names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 if len([name for name in names if name not in ("self", "cls")]) > MOST_ARGUMENTS:
                     assert not node.name.startswith("_") or node.name == "__init__", f"{file}: {node.name}"
                     wide.add((file, node.name, node.lineno))
     assert len(wide) <= WIDE_FUNCTIONS
+
+
+# Functions whose signatures are torch's or flash-attn's, and launches of kernels inside kernels (`triton.jit`), take their order.
+FOREIGN = re.compile(r"aten\._|.*\._flash_attn_backward$|_\w+\.apply$")
+
+
+def test_no_call_passes_more_than_six_values_by_position() -> None:
+    long = []
+    for file in FILES:
+        kernels = [node for node in ast.walk(tree(file)) if isinstance(node, ast.FunctionDef) and is_kernel(node)]
+        inside = {inner for kernel in kernels for inner in ast.walk(kernel)}
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Call) and len(node.args) > 6 and node not in inside:
+                name = ast.unparse(node.func)
+                long += [] if FOREIGN.match(name) else [f"{file}:{node.lineno} {name}"]
+    assert not long
+
+
+def test_calls_are_built_by_keyword() -> None:
+    built = [(file, node) for file in FILES for node in ast.walk(tree(file)) if isinstance(node, ast.Call)]
+    named = [(file, node) for file, node in built if ast.unparse(node.func) in ("Call", "Piece")]
+    assert len(named) > 5
+    assert not [f"{file}:{node.lineno}" for file, node in named for value in node.args if not isinstance(value, ast.Starred)]

@@ -91,7 +91,15 @@ class Memory(NamedTuple):
 def layer_plan(layer: Layer) -> ContextPlan:
     """The plan of a layer over shards as equal as can be."""
     shards = even_shard_lengths(layer.tokens, layer.ranks)
-    return context_plan(layer.pattern, shards, layer.kv_heads, range(layer.kv_heads), layer.group, layer.documents, layer.is_causal)
+    return context_plan(
+        layer.pattern,
+        shards,
+        layer.kv_heads,
+        within=range(layer.kv_heads),
+        group=layer.group,
+        documents=layer.documents,
+        is_causal=layer.is_causal,
+    )
 
 
 def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
@@ -127,7 +135,15 @@ def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
     forward, backward = cost_model.bytes_received(plan, exchange, rows=rows, **layer.sizes)
     kv, q, out = (rows[kind].received for kind in ("kv", "q", "out"))
     buffers = cost_model.buffer_bytes(plan, exchange, rows=rows, **layer.sizes)
-    return Strategy(exchange, None, is_exact, forward, backward, _halved(2 * kv + (q + out) * layer.group), buffers)
+    return Strategy(
+        name=exchange,
+        why_not=None,
+        is_exact=is_exact,
+        forward=forward,
+        backward=backward,
+        rows=_halved(2 * kv + (q + out) * layer.group),
+        buffers=buffers,
+    )
 
 
 def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
@@ -139,9 +155,28 @@ def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
     # The sum of rank r's dK|dV starts at rank r + 1, so that a rank receives all but the one it starts.
     sums = (layer.tokens - np.roll(n, 1)) * layer.kv_heads
     held = np.full_like(n, 2 * own.max() * row * several)
-    ring = Strategy("ring-all", None, True, others * row, (others + sums) * row, _halved(2 * others), held)
+    ring = Strategy(
+        name="ring-all",
+        why_not=None,
+        is_exact=True,
+        forward=others * row,
+        backward=(others + sums) * row,
+        rows=_halved(2 * others),
+        buffers=held,
+    )
     gathered = (own + others) * row * several
-    return [ring, Strategy("all-gather", None, True, others * row, (layer.ranks - 1) * own * row, _halved(2 * others), gathered)]
+    return [
+        ring,
+        Strategy(
+            name="all-gather",
+            why_not=None,
+            is_exact=True,
+            forward=others * row,
+            backward=(layer.ranks - 1) * own * row,
+            rows=_halved(2 * others),
+            buffers=gathered,
+        ),
+    ]
 
 
 def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
@@ -156,7 +191,15 @@ def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
     backward = there * heads + back * (heads + 2 * kv_heads)
     # A rank sends of its shard what it receives of out, and the reverse.
     buffers = (there + back) * (2 * heads + 2 * kv_heads)
-    return Strategy("ulysses", None, True, forward * row, backward * row, _halved(forward), buffers * row)
+    return Strategy(
+        name="ulysses",
+        why_not=None,
+        is_exact=True,
+        forward=forward * row,
+        backward=backward * row,
+        rows=_halved(forward),
+        buffers=buffers * row,
+    )
 
 
 def _ulysses_pairs(layer: Layer) -> Counts:
@@ -166,7 +209,15 @@ def _ulysses_pairs(layer: Layer) -> Counts:
     pairs = []
     for rank in range(layer.ranks):
         within = range(rank * size, (rank + 1) * size)
-        alone = context_plan(layer.pattern, (layer.tokens,), layer.kv_heads, within, layer.group, layer.documents, layer.is_causal)
+        alone = context_plan(
+            layer.pattern,
+            (layer.tokens,),
+            layer.kv_heads,
+            within=within,
+            group=layer.group,
+            documents=layer.documents,
+            is_causal=layer.is_causal,
+        )
         key = frozenset((offsets, len(heads)) for offsets, heads in alone.classes.items())
         if key not in known:
             known[key] = int(cost_model.pairs(alone, "gather")[0])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.lse import accumulated, normalised
-from flexdilated.core.pieces import Piece, box
+from flexdilated.core.pieces import Piece
+from flexdilated.core.slabs import box
 
 
 class Scattered(NamedTuple):

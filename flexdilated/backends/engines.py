@@ -19,7 +19,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     asked, call = call.backend, call._replace(backend=choose(call.backend, request, divided=divided))
     if call.backend == "reference":
         return _reference(q, k, v, call)
-    if not portable.writes_onnx() and shifted.is_shifted(q.shape[1], call):
+    if call.pattern.zero_padding and not portable.writes_onnx() and shifted.is_shifted(q.shape[1], call):
         return shifted.attend(q, k, v, call._replace(backend=asked), attend)
     if call.backend == "flex" and asked == "auto" and call.is_modified():
         return _functions(q, k, v, call)

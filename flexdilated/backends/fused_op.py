@@ -34,7 +34,8 @@ from flexdilated.core.pieces import Order, arrange, plan_pieces
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, both differentiable; its backend is a kernel engine."""
-    refuse_traced_derivatives()
+    if torch.compiler.is_compiling():
+        refuse_traced_derivatives()
     transformed, run = is_transformed(q, k, v), MIXTURE.forward  # asked in traced code too: it refuses to drop tangents there
     if not torch.compiler.is_compiling():
         in_graph = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -42,18 +43,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             run = _Mixture.apply
         elif torch.is_grad_enabled() and not (in_graph or torch.is_inference_mode_enabled()):
             run = FlexdilatedMixture.apply
-    out, lse = run(q, k, v, call.key_padding_mask, call.cu_seqlens, draw_seed(call.dropout_p, call.first_sequence), *call.flat())
+    seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
+    inputs = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, seed)
+    out, lse = run(*inputs, *call.flat())
     return out, lse
 
 
 def _piece_loop(inputs: Inputs, flat: Flat) -> tuple[PieceLoop, Inputs, Order]:
     """Over the whole sequence: the loop over pieces, the tensors in the order in which it reads them, and that order."""
-    spans, order = documents(inputs.cu_seqlens, inputs.q.shape[1]), Order()
-    if flat.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
+    inputs, order, spans = inputs.rows_contiguous(), Order(), documents(inputs.cu_seqlens, inputs.q.shape[1])
+    if len(spans) > 1 and flat.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
         spans, order = arrange(spans, inputs.q.device)
-    q, k, v, mask, *rest = inputs.rows_contiguous()
-    inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *rest)
-    kv_heads = k.shape[2]
+    if order.tokens is not None:
+        q, k, v, mask, *rest = inputs
+        inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *rest)
+    kv_heads = inputs.k.shape[2]
     within = None if kv_heads == flat.num_heads else range(flat.first_head, flat.first_head + kv_heads)
     pieces = plan_pieces(flat.pattern, spans, flat.num_heads, flat.is_causal, within)
     seed = None if inputs.seed is None else spread(int(inputs.seed.item()), flat.first_head << 32)
@@ -65,7 +69,7 @@ def _forward(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
     with without_autocast(inputs.q.device):
         loop, inputs, order = _piece_loop(inputs, flat)
         out, lse = forward(inputs.q, inputs.k, inputs.v, loop)
-        return order.put(out), order.put(lse, 2)
+        return (out, lse) if order.places is None else (order.put(out), order.put(lse, 2))
 
 
 def _shapes(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
@@ -75,9 +79,12 @@ def _shapes(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
 def _backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], flat: Flat) -> tuple[Tensor, ...]:
     with without_autocast(dout.device):
         loop, inputs, order = _piece_loop(inputs, flat)
-        dout, out = (order.take(rows_contiguous(x)) for x in (dout, outputs[0]))
-        lse, dlse = order.take(outputs[1], 2), None if dlse is None else order.take(dlse, 2)
-        return tuple(order.put(x) for x in backward(dout, dlse, inputs.q, inputs.k, inputs.v, out, lse, loop))
+        dout, out, lse = rows_contiguous(dout), rows_contiguous(outputs[0]), outputs[1]
+        if order.tokens is None:
+            return backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop)
+        dout, out, lse = order.take(dout), order.take(out), order.take(lse, 2)
+        dlse = None if dlse is None else order.take(dlse, 2)
+        return tuple(order.put(x) for x in backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop))
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
@@ -110,7 +117,7 @@ def _tangent(dq: Tensor, dk: Tensor, dv: Tensor, *arguments: Any) -> tuple[Tenso
     with without_autocast(q.device):
         loop, inputs, order = _piece_loop(Inputs(q, k, v, *more), Flat._make(arguments[8:]))
         dq, dk, dv, out = (order.take(rows_contiguous(x)) for x in (dq, dk, dv, out))
-        dout, dlse = tangent((dq, dk, dv), inputs.q, inputs.k, inputs.v, out, order.take(lse, 2), loop)
+        dout, dlse = tangent((dq, dk, dv), inputs.q, inputs.k, v=inputs.v, out=out, lse=order.take(lse, 2), loop=loop)
         return order.put(dout), order.put(dlse, 2)
 
 

@@ -44,13 +44,13 @@ class Options(NamedTuple):
     dropout: Dropout | None = None
 
 
-def draw_seed(dropout_p: float, first_sequence: int) -> Tensor | None:
+def draw_seed(dropout_p: float, first_sequence: int) -> Tensor:
     """`(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws the same seed again.
 
     Generators that are seeded alike give shards of a batch, told apart by their first sequence, seeds that have nothing in common.
     """
     refuse_draws_again(dropout_p)
-    return torch.randint(1 << 62, (1,), device="cpu") ^ spread(0, first_sequence) if dropout_p > 0.0 else None
+    return torch.randint(1 << 62, (1,), device="cpu") ^ spread(0, first_sequence)
 
 
 def refuse_draws_again(dropout_p: float) -> None:
@@ -157,9 +157,12 @@ class Kernel:
         `into`: the memory that out is written to and returned as.
         """
         head_dim = q.shape[-1]
-        q, options, _ = with_positive_scale(q, options)
-        writes = into is not None and options.ignored is None and self._can_write(head_dim, into)
-        out, lse = self.run_forward(*self._taken(q, k, v), options, **({"into": into} if writes else {}))
+        if not LEAST_SCALE <= options.scale <= MOST_SCALE:
+            q, options, _ = with_positive_scale(q, options)
+        writes = self.writes and into is not None and options.ignored is None and self._can_write(head_dim, into)
+        if q.shape[-1] % self.head_dim_multiple or (q.shape[1] != k.shape[1] and not self.shares_kv):
+            q, k, v = self._taken(q, k, v)
+        out, lse = self.run_forward(q, k, v, options, **({"into": into} if writes else {}))
         out = out if out.shape[-1] == head_dim else out[..., :head_dim]
         if options.ignored is not None:
             # Kernels disagree about rows that a mask empties (aten's CPU flash returns lse = 0): say it ourselves.
@@ -187,17 +190,19 @@ class Kernel:
         The gradient of lse needs no kernel of its own: `ds = p (dout v^T - (rowsum(dout out) - dlse))` is the usual formula with
         one more column: `dlse` in dout, -1 in out, 0 in q, k and v.
         """
-        head_dim, kv_heads = q.shape[-1], k.shape[1]
-        q, options, factor = with_positive_scale(q, options)
+        head_dim, kv_heads, factor = q.shape[-1], k.shape[1], 1.0
+        if not LEAST_SCALE <= options.scale <= MOST_SCALE:
+            q, options, factor = with_positive_scale(q, options)
         plain = factor == 1.0 and (self.shares_kv or q.shape[1] == kv_heads)
-        writes = into is not None and plain and self._can_write(head_dim, *into)
+        writes = self.writes and into is not None and plain and self._can_write(head_dim, *into)
         own: dict[str, Any] = {**({"into": into} if writes else {}), **({"dlse": dlse} if self.takes_dlse else {})}
         if dlse is not None and not self.takes_dlse:
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
             out = F.pad(out, (0, 1), value=-1.0)
             dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
-        q, k, v, dout, out = self._taken(q, k, v, dout, out)
-        grads = self.run_backward(dout, q, k, v, out, lse, options, **own)
+        if q.shape[-1] % self.head_dim_multiple or (q.shape[1] != k.shape[1] and not self.shares_kv):
+            q, k, v, dout, out = self._taken(q, k, v, dout, out)
+        grads = self.run_backward(dout, q, k, v, out, lse, options=options, **own)
         dq, dk, dv = grads if q.shape[-1] == head_dim else (x[..., :head_dim] for x in grads)
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
@@ -209,8 +214,8 @@ class Kernel:
         return dq, dk, dv
 
     def _can_write(self, head_dim: int, *into: Tensor) -> bool:
-        """Whether the kernel can write its results into these tensors."""
-        return self.writes and head_dim % self.head_dim_multiple == 0 and all(aligned(x) is x for x in into)
+        """Whether a kernel that writes can write its results into these tensors."""
+        return head_dim % self.head_dim_multiple == 0 and all(aligned(x) is x for x in into)
 
     def _taken(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """Tensors with repeated key heads and a padded head dim, where the kernel needs them."""
@@ -242,10 +247,8 @@ def _empty_rows(ignored: Tensor, is_causal: bool) -> Tensor:
     return ~visible.any(dim=1, keepdim=True)
 
 
-def bias_of(ignored: Tensor | None, q: Tensor) -> Tensor | None:
+def bias_of(ignored: Tensor, q: Tensor) -> Tensor:
     """`ignored` as an additive mask `(batch, 1, 1, rows)` in the dtype of the queries."""
-    if ignored is None:
-        return None
     # Contiguous whatever the strides of `ignored`: the CPU kernel of older torch reads a mask as if its last stride were 1.
     bias = torch.zeros(ignored.shape, dtype=q.dtype, device=q.device)
     return bias.masked_fill_(ignored, -math.inf)[:, None, None, :]

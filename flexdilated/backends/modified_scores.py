@@ -87,7 +87,9 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         for (start, _, _), length, pieces, (q_d, k_d, v_d) in zip(runs, lengths, plans, parts):
             ignored = None if key_padding_mask is None else key_padding_mask[:, start : start + length]
             tokens = start if order.tokens is None else order.tokens[start : start + length]
-            results = [(piece, *attend_piece(q_d, k_d, v_d, ignored, tokens, piece, call)) for piece in pieces]
+            results = [
+                (piece, *attend_piece(q_d, k_d, v_d, ignored=ignored, tokens=tokens, piece=piece, call=call)) for piece in pieces
+            ]
             out, lse = mix([[part] for part in results], q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
             outs.append(out)
             lses.append(lse)
@@ -107,7 +109,8 @@ def attend_piece(
     if ignored is not None:
         hidden = read(ignored[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0]
     pairs = position[None, :, :, None, None, :, None], position[None, :, :, None, None, None, :]
-    return attend_lanes(read(q, piece, group=group), read(k, piece), read(v, piece), hidden, b, h, *pairs, call)
+    rows = read(q, piece, group=group), read(k, piece), read(v, piece)
+    return attend_lanes(*rows, hidden, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call)
 
 
 def attend_lanes(
@@ -134,7 +137,7 @@ def attend_lanes(
     outs, lses = [], []
     for q_l, k_l, v_l, hidden_l, b_l, h_l, q_idx_l, kv_idx_l in zip(*split):
         chunks = [
-            attend_rows(q_c, k_l, v_l, hidden_l, b_l, h_l, q_idx_c, kv_idx_l, call)
+            attend_rows(q_c, k_l, v_l, hidden=hidden_l, b=b_l, h=h_l, q_idx=q_idx_c, kv_idx=kv_idx_l, call=call)
             for q_c, q_idx_c in zip(q_l.split(most, dim=-2), q_idx_l.split(most, dim=-2))
         ]
         outs.append(torch.cat([out for out, _ in chunks], dim=-2))
@@ -188,7 +191,7 @@ def _attend(
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
     group, rows = q.shape[-3:-1]
     scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
-    scores, visible = _modify(scores, b, h, q_idx, kv_idx, call.score_mod, call.mask_mod)
+    scores, visible = _modify(scores, b, h, q_idx=q_idx, kv_idx=kv_idx, score_mod=call.score_mod, mask_mod=call.mask_mod)
     for seen in (visible, kv_idx <= q_idx if call.is_causal else None, None if hidden is None else ~hidden):
         if seen is not None:
             scores = torch.where(seen, scores, -math.inf)
@@ -209,7 +212,7 @@ def _modify(
     they cannot tell.
     """
     if score_mod is not None:
-        scores = call_mod("score_mod", score_mod, scores, b, h, q_idx, kv_idx).to(scores.dtype).expand_as(scores)
+        scores = call_mod("score_mod", score_mod, scores, *(b, h, q_idx, kv_idx)).to(scores.dtype).expand_as(scores)
     return scores, None if mask_mod is None else call_mod("mask_mod", mask_mod, b, h, q_idx, kv_idx)
 
 
@@ -229,12 +232,12 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     (batch, num_tokens, heads), kv_heads = q.shape[:3], k.shape[2]
     group = heads // kv_heads
     parts = num_parts(pattern, known_batch(batch), num_tokens, kv_heads, group, SCORES)
-    tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group, call.is_causal, parts, q.device)
+    tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group=group, is_causal=call.is_causal, parts=parts, device=q.device)
     check_mods(call.score_mod, call.mask_mod, q)  # again: without fullgraph the graph breaks above, and forgets what they read
     if ignored is not None:
         k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     with without_autocast(q.device):
-        results = [_branch(q, k, v, i, tokens, grid, call) for i, grid in enumerate(grids)]
+        results = [_branch(q, k, v, branch=i, tokens=tokens, grid=grid, call=call) for i, grid in enumerate(grids)]
         weights, lse = normalised(torch.stack([lse for _, lse in results]), dim=0)  # (branches, B, N, H), (1, B, N, H)
         mixed = torch.zeros_like(results[0][0])
         for (out, _), weight in zip(results, weights.detach() if pattern.detach_weights else weights):

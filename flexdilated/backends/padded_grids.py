@@ -48,7 +48,7 @@ def draw_grids(
     Raises:
         NotImplementedError: If torchscale's zero keys take part, as soon as the number of tokens is known.
     """
-    tokens, *ranges = _grids_op(num_tokens, encode(pattern), kv_heads, group, is_causal, parts, device)
+    tokens, *ranges = _grids_op(num_tokens, encode(pattern), kv_heads, group=group, is_causal=is_causal, parts=parts, device=device)
     return tokens, [Grid(*ranges[i : i + 3]) for i in range(0, len(ranges), 3)]
 
 
@@ -98,7 +98,9 @@ def num_parts(pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: in
         batch = bound
     tokens, parts = LEAST, [1] * len(pattern.branches)
     while tokens < LONGEST:
-        longer = [_parts(pattern, i, 2 * tokens, batch, kv_heads, group, scores) for i in range(len(parts))]
+        longer = [
+            _parts(pattern, i, 2 * tokens, batch=batch, kv_heads=kv_heads, group=group, scores=scores) for i in range(len(parts))
+        ]
         if _level(max(longer)) > _level(max(parts)) and num_tokens <= tokens:
             break
         tokens, parts = 2 * tokens, longer

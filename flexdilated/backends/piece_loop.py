@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -22,8 +21,9 @@ from flexdilated.backends.math import differential
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.lse import accumulated, add_zero_keys_, for_backward, merge_
-from flexdilated.core.pieces import Part, Piece, box, fold, fold_view, parts_of, slabs, unfold, view_layouts
+from flexdilated.core.pieces import Piece
 from flexdilated.core.request import Request
+from flexdilated.core.slabs import Slabs, fold, layouts, slabs_of
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a
@@ -36,34 +36,32 @@ class Slab(NamedTuple):
 
     number: int
     piece: Piece
-    part: Part
     options: Options
 
 
 class Rows:
-    """The rows of slabs in a tensor `(B, N, H, ...)`.
+    """The rows of slabs in a tensor `(B, N, H, ...)`, which has `group` heads for each key/value head."""
 
-    Off the CPU a slab is a view: the sizes and strides of all are computed once for each layout of the tensor.
-    """
-
-    def __init__(self, x: Tensor, group: int, apart: bool, parts: tuple[Any, ...] | None) -> None:
-        self.x, self.group, self.apart, self.views = x, group, apart, None
-        if parts is not None:
-            first, layouts = x.storage_offset(), view_layouts(parts, x.shape, x.stride(), group)
-            self.views = [None if y is None else x.as_strided(y[0], y[1], first + y[2]) for y in layouts]
+    def __init__(self, plan: Slabs, x: Tensor, group: int = 1) -> None:
+        self.x, self.first, self.apart = x, x.storage_offset(), plan.offsets_apart
+        self.layouts = layouts(plan, x.shape, x.stride(), group)
 
     def box(self, slab: Slab) -> Tensor:
         """The rows as `b s o h g r d`."""
-        return box(self.x, slab.piece, group=self.group)[slab.part]
+        size, strides, first = self.layouts[slab.number].box
+        return self.x.as_strided(size, strides, self.first + first)
 
     def view(self, slab: Slab) -> Tensor | None:
         """The rows as a kernel takes them, `(batch, heads, rows, D)`, where strides make that a view."""
-        return fold_view(self.box(slab), offsets_apart=self.apart) if self.views is None else self.views[slab.number]
+        layout = self.layouts[slab.number].view
+        return None if layout is None else self.x.as_strided(layout[0], layout[1], self.first + layout[2])
 
     def read(self, slab: Slab) -> Tensor:
         """The rows as a kernel takes them, a view if strides allow, else a copy."""
-        view = self.view(slab)
-        return fold(self.box(slab), offsets_apart=self.apart) if view is None else view
+        layout = self.layouts[slab.number].view
+        if layout is None:
+            return fold(self.box(slab), offsets_apart=self.apart)
+        return self.x.as_strided(layout[0], layout[1], self.first + layout[2])
 
 
 class PieceLoop:
@@ -82,30 +80,15 @@ class PieceLoop:
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
         self.options = Options(flat.is_causal, flat.scale, key_padding_mask)
         self._dropout = None if seed is None else Dropout(flat.dropout_p, seed)
-        self._sizes = q.shape
-        self._row_bytes = self.group * q.shape[3] * q.element_size()
         self._packs = packs(q.device)
-        self._apart = key_padding_mask is not None or self.group > 1  # of `fold`
         # The mask has no heads: every head reads the same column.
         self._ignored = None if key_padding_mask is None else key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1)
-
-    @cached_property
-    def _views(self) -> tuple[Any, ...]:
-        return self.pieces, *self._sizes[:2], self.group, GRID_LIMIT, self._apart
-
-    @cached_property
-    def _parts(self) -> tuple[tuple[Piece, Part], ...]:
-        if not self._packs:
-            return parts_of(*self._views)
-        return tuple(
-            (piece, part)
-            for piece in self.pieces
-            for part in slabs(piece, self._sizes[0], piece.offsets * piece.heads * piece.rows * self._row_bytes, CPU_SLAB_BYTES)
-        )
-
-    @cached_property
-    def _merging(self) -> Any:
-        return merging(self._request)
+        if self.in_place is None:
+            row_bytes = self.group * q.shape[3] * q.element_size() if self._packs else 0
+            most = CPU_SLAB_BYTES if self._packs else GRID_LIMIT
+            apart = key_padding_mask is not None or self.group > 1
+            self._merging: Any = None if self._packs else merging(self._request)
+            self.plan = slabs_of(pieces, q.shape[0], q.shape[1], self.group, most, packed=row_bytes, offsets_apart=apart)
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
@@ -119,22 +102,20 @@ class PieceLoop:
     def slabs(self) -> Iterator[Slab]:
         """All slabs, in the order of the pieces."""
         plain = self.options._replace(ignored=None)
-        for number, (piece, part) in enumerate(self._parts):
-            options = plain
-            if self._ignored is not None:
-                rows = box(self._ignored, piece)[part][:, :, :, :1]
-                options = options._replace(ignored=fold(rows, offsets_apart=True)[:, 0, :, 0])
+        ignored = None if self._ignored is None else Rows(self.plan, self._ignored)
+        for number, piece in enumerate(self.plan.pieces):
+            slab = Slab(number, piece, plain)
+            if ignored is not None:
+                rows = fold(ignored.box(slab)[:, :, :, :1], offsets_apart=True)[:, 0, :, 0]
+                slab = slab._replace(options=slab.options._replace(ignored=rows))
             if self._dropout is not None:
-                options = options._replace(dropout=self._dropout._replace(seed=spread(self._dropout.seed, number)))
-            yield Slab(number, piece, part, options)
-
-    def rows(self, x: Tensor, group: int = 1) -> Rows:
-        """The slabs' rows in `x` `(B, N, H, ...)`."""
-        return Rows(x, group, self._apart, None if self._packs else self._views)
+                dropout = self._dropout._replace(seed=spread(self._dropout.seed, number))
+                slab = slab._replace(options=slab.options._replace(dropout=dropout))
+            yield slab
 
     def inputs(self, slab: Slab, *rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """A slab's q, k, v as the kernel takes them. Ignored keys and values are zeroed, whatever they hold."""
-        q, k, v = (x.read(slab) for x in rows)
+        q, k, v = rows[0].read(slab), rows[1].read(slab), rows[2].read(slab)
         if slab.options.ignored is not None:
             k, v = (x.masked_fill(slab.options.ignored[:, None, :, None], 0.0) for x in (k, v))
         return (q.contiguous(), k.contiguous(), v.contiguous()) if self._packs else (q, k, v)
@@ -158,14 +139,14 @@ class PieceLoop:
             if self._launches(self._merging.merge_into, view, rows.select(-1, 0), out_i, lse_i):
                 return
         out_box, lse_box = out.box(slab), lse.box(slab)
-        merge_(out_box, lse_box[..., 0], unfold(out_i, out_box), unfold(lse_i[..., None], lse_box)[..., 0])
+        merge_(out_box, lse_box[..., 0], out_i.view(out_box.shape), lse_i[..., None].view(lse_box.shape)[..., 0])
 
     def add(self, slab: Slab, total: Rows, term: Tensor) -> None:
         """Add a slab's gradient, as a kernel gives it, to running sums."""
         view = total.view(slab) if self._merging else None
         if view is None or not self._launches(self._merging.add_to, view, term):
             rows = total.box(slab)
-            rows.add_(unfold(term, rows))
+            rows.add_(term.view(rows.shape))
 
     def _launches(self, run: Callable[..., None], *tensors: Tensor) -> bool:
         """Whether a Triton kernel could do it; if not, torch's operations do this and all that follows."""
@@ -196,10 +177,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
     out = loop.accumulator(q.shape, q.dtype, 0.0)
     lse = loop.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf)
     if loop.in_place is not None:
-        loop.in_place.forward(out, lse, q, k, v, loop.pieces, loop.options)
+        loop.in_place.forward(out, lse, q, k, v, pieces=loop.pieces, options=loop.options)
         return out, lse
-    given = loop.rows(q, loop.group), loop.rows(k), loop.rows(v)
-    out_rows, lse_rows = (loop.rows(x, loop.group) for x in (out, lse.transpose(1, 2)[..., None]))
+    given = Rows(loop.plan, q, loop.group), Rows(loop.plan, k), Rows(loop.plan, v)
+    out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (out, lse.transpose(1, 2)[..., None]))
     for slab in loop.slabs():
         inputs = loop.inputs(slab, *given)
         if not slab.piece.covers:
@@ -209,8 +190,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
         out_i, lse_i = loop.attend(slab, inputs, into)
         if into is None:
             out_box = out_rows.box(slab)
-            out_box.copy_(unfold(out_i, out_box))
-        lse_box.copy_(unfold(lse_i[..., None], lse_box))
+            out_box.copy_(out_i.view(out_box.shape))
+        lse_box.copy_(lse_i[..., None].view(lse_box.shape))
     return out, lse
 
 
@@ -231,13 +212,16 @@ def backward(
     dq, dk, dv = (loop.accumulator(x.shape, sums or x.dtype, 0.0) for x in (q, k, v))
     if loop.in_place is not None:
         grads = (dq, dk, dv)
-        loop.in_place.backward(grads, dout, dlse, q, k, v, out, lse, loop.pieces, loop.options, detaches=loop.detaches)
+        options = loop.options
+        loop.in_place.backward(
+            grads, dout, dlse, q, k, v, out=out, lse=lse, pieces=loop.pieces, options=options, detaches=loop.detaches
+        )
         return grads
     lse, dlse = for_backward(lse, dlse)
-    given, kernel = (loop.rows(q, loop.group), loop.rows(k), loop.rows(v)), loop.differentiating(dlse)
-    dout_rows, out_rows, lse_rows = (loop.rows(x, loop.group) for x in (dout, out, lse.transpose(1, 2)[..., None]))
-    dlse_rows = None if dlse is None else loop.rows(dlse.transpose(1, 2)[..., None], loop.group)
-    sum_rows = loop.rows(dq, loop.group), loop.rows(dk), loop.rows(dv)
+    given, kernel = (Rows(loop.plan, q, loop.group), Rows(loop.plan, k), Rows(loop.plan, v)), loop.differentiating(dlse)
+    dout_rows, out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (dout, out, lse.transpose(1, 2)[..., None]))
+    dlse_rows = None if dlse is None else Rows(loop.plan, dlse.transpose(1, 2)[..., None], loop.group)
+    sum_rows = Rows(loop.plan, dq, loop.group), Rows(loop.plan, dk), Rows(loop.plan, dv)
     for slab in loop.slabs():
         inputs = loop.inputs(slab, *given)
         dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab).select(3, 0)
@@ -254,11 +238,11 @@ def backward(
         if slab.piece.covers and dq.dtype == q.dtype:
             views = tuple(view for view in (rows.view(slab) for rows in sum_rows) if view is not None)
             into = views if len(views) == len(sum_rows) else None
-        terms = kernel.backward(dout_i, dlse_i, *inputs, out_i, lse_i, slab.options, into)
+        terms = kernel.backward(dout_i, dlse_i, *inputs, out=out_i, lse=lse_i, options=slab.options, into=into)
         for rows, term in zip(sum_rows, terms if into is None else ()):
             if slab.piece.covers:
                 memory = rows.box(slab)
-                memory.copy_(unfold(term, memory))
+                memory.copy_(term.view(memory.shape))
             else:
                 loop.add(slab, rows, term)
     return dq, dk, dv
@@ -274,9 +258,11 @@ def tangent(
     """
     dout, dlse = torch.zeros_like(out, dtype=lse.dtype), torch.zeros_like(lse)
     lse, _ = for_backward(lse, None)
-    given, moving = ((loop.rows(x[0], loop.group), loop.rows(x[1]), loop.rows(x[2])) for x in ((q, k, v), tangents))
+    given, moving = (
+        (Rows(loop.plan, x[0], loop.group), Rows(loop.plan, x[1]), Rows(loop.plan, x[2])) for x in ((q, k, v), tangents)
+    )
     out_rows, lse_rows, dout_rows, dlse_rows = (
-        loop.rows(x, loop.group) for x in (out, lse.transpose(1, 2)[..., None], dout, dlse.transpose(1, 2)[..., None])
+        Rows(loop.plan, x, loop.group) for x in (out, lse.transpose(1, 2)[..., None], dout, dlse.transpose(1, 2)[..., None])
     )
     for slab in loop.slabs():
         inputs, lse_i = loop.inputs(slab, *given), lse_rows.read(slab).select(3, 0)
@@ -285,5 +271,5 @@ def tangent(
         dlse_i = dlse_i[..., None]
         for total, term in ((dout_rows, moved - dlse_i * out_i), (dlse_rows, dlse_i)):
             rows = total.box(slab)
-            rows.add_(unfold(term, rows))
+            rows.add_(term.view(rows.shape))
     return dout.to(out.dtype), dlse

@@ -43,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     Raises:
         NotImplementedError: For packed documents, dropout, and torchscale's shifted positions.
     """
-    return mixture(q, k, v, call.key_padding_mask, call.cu_seqlens, None, *call.flat())
+    return mixture(*Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens), *call.flat())
 
 
 def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
         k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     within = range(flat.first_head, flat.first_head + k.shape[2])
     branches = range(len(flat.pattern.branches))
-    parts = [_branch(q, k, v, ignored, flat, i, within) for i in branches if _heads(flat, i, within)]
+    parts = [_branch(q, k, v, ignored=ignored, flat=flat, branch=i, within=within) for i in branches if _heads(flat, i, within)]
     lses = torch.stack([lse for _, lse in parts])  # (branches, B, N, H)
     reached = (lses > -math.inf).any(dim=0)
     lses = lses.masked_fill(~reached, 0.0)

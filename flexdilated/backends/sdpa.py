@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +23,13 @@ def why_not(request: Request) -> str | None:
     if request.modified:
         reason = MATH.why_not(request)
         return reason and f"no SDPA kernel has score_mod or mask_mod, and torch operations count as SDPBackend.MATH: {reason}"
-    reasons = [(kernel.name, kernel.why_not(request)) for kernel in KERNELS]
-    if any(reason is None for _, reason in reasons):
-        return None
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons)
+    reasons = []
+    for kernel in KERNELS:
+        reason = kernel.why_not(request)
+        if reason is None:
+            return None
+        reasons.append(f"{kernel.name}: {reason}")
+    return "; ".join(reasons)
 
 
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -68,16 +70,13 @@ def _cpu_flash_why_not(request: Request) -> str | None:
     return unmodified(request) or disabled("flash_sdp_enabled")
 
 
-def _multipliable(*tensors: Tensor) -> Iterator[Tensor]:
-    """Tensors in a dtype that this CPU multiplies fast: torch's backward takes 6 to 11 times as long in a slow one."""
-    return (x.float() if x.dtype in SLOW_ON_CPU else x for x in tensors)
-
-
 def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     dtype = q.dtype
-    q, k, v = _multipliable(q, k, v)
+    if dtype in SLOW_ON_CPU:
+        q, k, v = q.float(), k.float(), v.float()
+    bias = None if options.ignored is None else bias_of(options.ignored, q)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, options.is_causal, attn_mask=bias_of(options.ignored, q), scale=options.scale
+        q, k, v, 0.0, options.is_causal, attn_mask=bias, scale=options.scale
     )
     return out.to(dtype), lse
 
@@ -85,9 +84,11 @@ def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tup
 def _cpu_flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out = _multipliable(dout, q, k, v, out)
+    if q.dtype in SLOW_ON_CPU:  # torch's backward takes 6 to 11 times as long in a slow one
+        dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
+    bias = None if options.ignored is None else bias_of(options.ignored, q)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, options.is_causal, attn_mask=bias_of(options.ignored, q), scale=options.scale
+        dout, q, k, v, out, lse, 0.0, options.is_causal, attn_mask=bias, scale=options.scale
     )
     return dq, dk, dv
 
@@ -172,7 +173,7 @@ def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.shape[2] == 1:  # cuDNN has no backward for one key, and may give NaN for more (NVIDIA/cudnn-frontend#1072)
-        return MATH.run_backward(dout, q, k, v, out, lse, options)
+        return MATH.run_backward(dout, q, k, v, out, lse, options=options)
     dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only under dropout
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
@@ -204,9 +205,9 @@ def _efficient_why_not(request: Request) -> str | None:
 
 def _efficient_bias(ignored: Tensor | None, q: Tensor) -> Tensor | None:
     """The additive mask as `(batch, heads, rows, rows)`; its batch stride must be a multiple of 16 bytes, hence the padding."""
-    bias = bias_of(ignored, q)
-    if bias is None:
+    if ignored is None:
         return None
+    bias = bias_of(ignored, q)
     keys = bias.shape[-1]
     return F.pad(bias, (0, -keys % 16))[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
 

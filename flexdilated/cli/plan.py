@@ -121,7 +121,18 @@ def plan(
         refuse(f"--batch-size must be 1 with --document-lengths, which pack a batch in one sequence, got {batch}")
     if (elements := tokens * heads * head_dim * batch) > MOST_ELEMENTS:
         refuse(f"--tokens must be such that q holds at most {MOST_ELEMENTS} elements, got {elements} with --batch-size={batch}")
-    layer = Layer(pattern, tokens, ranks, heads, kv_heads, head_dim, dtype, batch, causal, documents)
+    layer = Layer(
+        pattern=pattern,
+        tokens=tokens,
+        ranks=ranks,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        batch=batch,
+        is_causal=causal,
+        document_lengths=documents,
+    )
 
     whole, found = layer_plan(layer), strategies(layer)
     sizes = {name: size for name, size in layer.sizes.items() if name != "lse_size"}

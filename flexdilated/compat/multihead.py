@@ -88,7 +88,7 @@ class RingMultiheadDilatedAttention(_Multihead):
         dtype: torch.dtype | None = None,
     ) -> None:
         sizes = (embed_dim, num_heads, dilation_rates, segment_lengths)
-        super().__init__(*sizes, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype)
+        super().__init__(*sizes, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device=device, dtype=dtype)
 
 
 @ignores(*IGNORED_BY_RING)

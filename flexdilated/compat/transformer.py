@@ -55,7 +55,9 @@ class _Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         sizes = (d_model, nhead, dilation_rates, segment_lengths)
         for name, has_norm in self.attentions.items():
-            layer = MultiheadDilatedAttention(*sizes, dropout, True, has_norm, layer_norm_eps, gamma_init, device, dtype)
+            layer = MultiheadDilatedAttention(
+                *sizes, dropout, True, has_norm, layer_norm_eps, gamma_init, device=device, dtype=dtype
+            )
             self.add_module(name, layer)
         widths = [d_model] * (len(self.attentions) + 1) + [dim_feedforward]
         for i, width in enumerate(widths, start=1):

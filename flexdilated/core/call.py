@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,7 @@ from flexdilated.core.custom_op import Flat
 from flexdilated.core.functorch import is_mapped, is_transformed
 from flexdilated.core.hardware import holds_values
 from flexdilated.core.pattern import DilatedPattern, encode
+from flexdilated.core.pieces import uncached
 from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.core.request import Request
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 EXCHANGES = ("auto", "gather", "ring", "heads")
+
+
+_encoded = lru_cache(maxsize=256)(encode)
 
 
 class Call(NamedTuple):
@@ -42,6 +47,7 @@ class Call(NamedTuple):
     mesh: DeviceMesh | None = None
     exchange: str = "auto"
     shard_lengths: Sequence[int] | None = None
+    sinks: Tensor | None = None  # (H,), of the heads held here: the score of one more key, of value 0, that every query sees
     first_head: int = 0  # of the key/value heads held here, among those of the model
     num_heads: int | None = None  # key/value heads of the model; None: all of them are held here
     first_sequence: int = 0  # of the batch held here, among those of all ranks
@@ -79,10 +85,11 @@ class Call(NamedTuple):
     def flat(self) -> Flat:
         """The options that an operator takes, of a checked call."""
         assert self.num_heads is not None
+        assert self.scale is not None
         return Flat(
-            encoded_pattern=encode(self.pattern),
+            encoded_pattern=uncached(_encoded)(self.pattern),
             is_causal=self.is_causal,
-            scale=self.checked_scale(),
+            scale=self.scale,
             dropout_p=self.dropout_p,
             engine=self.backend,
             first_head=self.first_head,

@@ -55,7 +55,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
     dtype = autocast_dtype(q.device)
     if dtype is not None:  # as in a matrix product, which leaves float64 alone
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    check_dtypes(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        check_dtypes(q, k, v)
     learns = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
     return q, k, v, call._replace(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, learns=learns)
@@ -105,8 +106,9 @@ def check_options(pattern: DilatedPattern, is_causal: bool, scale: float | None,
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-    check_scale(scale, dtype)
-    if not is_number(dropout_p):
+    if scale is not None:
+        check_scale(scale, dtype)
+    if type(dropout_p) is not float and not is_number(dropout_p):
         raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
@@ -135,11 +137,12 @@ def check_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_ca
     """
     pattern.check_heads(num_heads)
     if not torch.compiler.is_compiling() and type(num_tokens) is int:
-        _check_losses(pattern, num_tokens, num_heads, is_causal)
+        warn_of_losses(pattern, num_tokens, num_heads, is_causal)
 
 
 @lru_cache(maxsize=4096)
-def _check_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
+def warn_of_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
+    """As `check_losses`, of heads that are checked."""
     if pattern.zero_padding or pattern == DilatedPattern.longnet():
         return
     name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}"

@@ -44,6 +44,8 @@ class Inputs(NamedTuple):
 
     def rows_contiguous(self) -> Inputs:
         """With q, k and v as kernels read them: any strides but the last."""
+        if self.q.stride(-1) == self.k.stride(-1) == self.v.stride(-1) == 1:
+            return self
         return self._replace(q=rows_contiguous(self.q), k=rows_contiguous(self.k), v=rows_contiguous(self.v))
 
 

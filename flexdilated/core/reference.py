@@ -70,7 +70,20 @@ def dilated_attention(
         if a == b:
             continue
         parts = [
-            _branch(q[:, a:b], k[:, a:b], v[:, a:b], ignored[:, a:b], pattern, i, group, is_causal, scale, a, score_mod, mask_mod)
+            _branch(
+                q[:, a:b],
+                k[:, a:b],
+                v[:, a:b],
+                ignored=ignored[:, a:b],
+                pattern=pattern,
+                branch=i,
+                group=group,
+                is_causal=is_causal,
+                scale=scale,
+                start=a,
+                score_mod=score_mod,
+                mask_mod=mask_mod,
+            )
             for i in range(len(pattern.branches))
         ]
         out, lse = _mix(parts, detach_weights=pattern.detach_weights)

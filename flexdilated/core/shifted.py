@@ -44,7 +44,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple
     spans = documents(call.cu_seqlens, num_tokens)
     shifted = shifted_branches(pattern, num_tokens)
     parts = [
-        _attend_shifted(q, k, v, call, i, spans, attend) if i in shifted else _attend_branch(q, k, v, call, i, attend)
+        _attend_shifted(q, k, v, call=call, branch=i, spans=spans, attend=attend)
+        if i in shifted
+        else _attend_branch(q, k, v, call, i, attend)
         for i in range(len(pattern.branches))
         if _held(call, i, k.shape[2])
     ]

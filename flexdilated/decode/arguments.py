@@ -24,13 +24,6 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
 
 
-class Softmax(NamedTuple):
-    """Options of the softmax: `scale` (None: `D ** -0.5`), and the `sinks` `(H,)`, scores of keys that have no value."""
-
-    scale: float | None
-    sinks: Tensor | None
-
-
 def check_sizes(pattern: DilatedPattern, cache: Sizes, max_length: int | None, first_head: int, total_kv_heads: int) -> None:
     """Raise unless a cache can have this pattern and these sizes.
 

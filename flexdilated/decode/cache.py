@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flexdilated.attention import attend_with_sinks
+from flexdilated.attention import attend
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check_losses, check_scale
 from flexdilated.core.hardware import without_autocast
@@ -18,7 +18,6 @@ from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode.arguments import (
     Sizes,
-    Softmax,
     cache_refusal,
     check_lengths,
     check_new,
@@ -109,7 +108,8 @@ class DilatedKVCache:
             like = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
             heads = range(first_head, first_head + num_kv_heads)
             held = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
-            self._stores = tuple(Store(pattern, branches, heads, total, max_length, like, rank, num_ranks) for branches in held)
+            where: dict[str, Any] = {"num_heads": total, "max_length": max_length, "rank": rank, "num_ranks": num_ranks}
+            self._stores = tuple(Store(pattern, branches, heads, like=like, **where) for branches in held)
         self._tokens: Tensor | None = None  # of the next call, by hashes, as ranks compare them
         if self._ranks is not None and self.device.type != self._ranks.mesh.device_type:
             raise ValueError(f"device must be that of mesh={self._ranks.mesh.device_type}, got {self.device}")
@@ -217,7 +217,9 @@ class DilatedKVCache:
             NotImplementedError: If a gradient is asked for, or shards come with `records_past`.
             RuntimeError: If a sequence grows beyond `max_length`.
         """
-        softmax = Softmax(check_scale(scale, self.dtype), sinks)
+        scale, heads = check_scale(scale, self.dtype), self.total_kv_heads
+        call = Call(pattern=self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks)
+        call = call._replace(first_head=self.first_head, num_heads=heads)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
         check_sinks(sinks, q.shape[2])
@@ -225,35 +227,35 @@ class DilatedKVCache:
         check_lengths(lengths, self._lengths, q.shape[1] if shards is None else sum(shards))
         with without_autocast(q.device):  # the dtype is that of the cache
             if shards is None:
-                return self._attend(q, k, v, lengths, softmax, backend)
-            return self._attend_shards(q, k, v, lengths, softmax, backend, shards)
+                return self._attend(q, k, v, lengths, call)
+            return self._attend_shards(q, k, v, lengths, call, shards)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, softmax: Softmax, backend: str) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, call: Call) -> Tensor:
         new, added, is_real = read_new(self._lengths, self.max_length, k, v, lengths)
         past = self._state_before(new, added) if self.records_past else None
         if past is None and self._past:
             self._past.clear()  # what it knows is no longer what came last
         try:
-            out = self._attend_new(q, new, added, softmax, backend)
+            out = self._attend_new(q, new, added, call)
         finally:  # a call that fails may have stored rows, which `crop` must know of
             if past is not None:
                 self._past.append(past._replace(added=self._lengths - past.lengths))
         self._is_empty = False
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
 
-    def _attend_new(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax, backend: str) -> Tensor:
+    def _attend_new(self, q: Tensor, new: Tokens, added: Tensor, call: Call) -> Tensor:
         if q.shape[1] == 1:
-            return self._attend_one(q, new, added, softmax)
+            return self._attend_one(q, new, added, call)
         if not self._is_empty:
-            return self._attend_blocks(q, new, added, softmax)
+            return self._attend_blocks(q, new, added, call)
         if self._tokens is not None:  # ranks that are given the same need none of each other, and have yet told nothing
-            _, added = self._merged(q.new_empty(q.shape[0], 0, q.shape[2], self.head_dim + 1), added, softmax)
-        out = attend_with_sinks(q, new.k, new.v, self._call(softmax.scale, backend), softmax.sinks)
+            _, added = self._merged(q.new_empty(q.shape[0], 0, q.shape[2], self.head_dim + 1), added, call)
+        out, _ = attend(q, new.k, new.v, call)
         self._store(new, added)
         return out if new.is_plain else self._with_marks(out, new.is_marked)
 
     def _attend_shards(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, softmax: Softmax, backend: str, shards: tuple[int, ...]
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, call: Call, shards: tuple[int, ...]
     ) -> Tensor:
         """Tokens in shards, one on each rank."""
         ranks, here = self._ranks, q.shape[1]
@@ -262,14 +264,14 @@ class DilatedKVCache:
         if self.records_past:
             raise NotImplementedError("records_past must be False with shard_lengths, got True: set it after the prompt")
         if not torch.compiler.is_compiling():
-            ranks.agree(q, softmax, shards)
+            ranks.agree(q, call, shards)
         if not self._is_empty:
             q, k, v = ranks.whole(torch.cat([q, k, v], dim=2), shards).split([x.shape[2] for x in (q, k, v)], dim=2)
-            return self._attend(q, k, v, lengths, softmax, backend)[:, start : start + here]
+            return self._attend(q, k, v, lengths, call)[:, start : start + here]
         if torch.compiler.is_compiling():  # rows are dealt by where they are found
-            return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, softmax, backend, shards)
-        new, added, is_real = read_new(self._lengths, self.max_length, k, v, lengths, start, sum(shards))
-        out = ranks.attend(q, new.k, new.v, self._call(softmax.scale, backend)._replace(shard_lengths=shards), softmax.sinks)
+            return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, call, shards)
+        new, added, is_real = read_new(self._lengths, self.max_length, k, v=v, lengths=lengths, start=start, num_tokens=sum(shards))
+        out = ranks.attend(q, new.k, new.v, call._replace(shard_lengths=shards))
         marks = ranks.marks(new, added, shards)
         if marks is not None:
             out = self._with_marks(out, marks, start)
@@ -278,10 +280,6 @@ class DilatedKVCache:
         self._is_empty = False
         self._past.clear()
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
-
-    def _call(self, scale: float | None, backend: str) -> Call:
-        """The call of `dilated_attention` for the first tokens of all sequences."""
-        return Call(self.pattern, True, scale, backend=backend, first_head=self.first_head, num_heads=self.total_kv_heads)
 
     def _with_marks(self, out: Tensor, is_marked: Tensor, start: int = 0) -> Tensor:
         """The outputs of the first tokens, from the `start`-th on: NaN where they see a mark `(B, N, Hkv)`."""
@@ -295,7 +293,7 @@ class DilatedKVCache:
         positions = self.new_positions(new.k.shape[1])
         return Past(self.lengths, tuple(store.overwritten(positions) for store in self._stores), new, added)
 
-    def _attend_one(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
+    def _attend_one(self, q: Tensor, new: Tokens, added: Tensor, call: Call) -> Tensor:
         """Attention of one token per sequence. The token is stored first, so that no copy of the other rows is needed."""
         positions = self.new_positions(1)  # (B, 1)
         can_be_refused = self._ranks is not None and not torch.compiler.is_compiling()
@@ -303,27 +301,27 @@ class DilatedKVCache:
             for store in self._stores:
                 store.put(new, positions[:, 0], added > 0)
             # Where nothing was added the output is padding, whatever is seen.
-            parts = [store.attend(q, positions, self._lengths + added, softmax) for store in self._stores]
-            out, added = self._merged(torch.cat(parts, dim=2), added, softmax)
+            parts = [store.attend(q, positions, self._lengths + added, call) for store in self._stores]
+            out, added = self._merged(torch.cat(parts, dim=2), added, call)
         self._lengths += added  # last: what a kernel refuses has not been seen
         return out
 
-    def _merged(self, parts: Tensor, added: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    def _merged(self, parts: Tensor, added: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """The outputs, merged over ranks; `added` comes from the operator, so that tokens are counted only after ranks agree."""
         if self._ranks is None or self._ranks.size == 1:
             return parts, added
         tokens, self._tokens = torch.zeros_like(self._order) if self._tokens is None else self._tokens, None
-        out, lengths = self._ranks.merged(parts, torch.cat([self._lengths, added, self._order, tokens]), softmax)
+        out, lengths = self._ranks.merged(parts, torch.cat([self._lengths, added, self._order, tokens]), call)
         return out.to(self.dtype), lengths[self.batch_size : 2 * self.batch_size]
 
-    def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
+    def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, call: Call) -> Tensor:
         """Several tokens after stored ones, in blocks: a later token may overwrite rows that an earlier one sees."""
         outs = []
         for start in range(0, q.shape[1], BLOCK):
             q_b, new_b = q[:, start : start + BLOCK], new.block(start)
             positions = self.new_positions(q_b.shape[1])
-            parts = [store.attend(q_b, positions, self._lengths, softmax, new_b) for store in self._stores]
-            out, added = self._merged(torch.cat(parts, dim=2), added, softmax)
+            parts = [store.attend(q_b, positions, self._lengths, call, new_b) for store in self._stores]
+            out, added = self._merged(torch.cat(parts, dim=2), added, call)
             outs.append(out)
             self._store(new_b, (added - start).clamp(0, q_b.shape[1]))
         return torch.cat(outs, dim=1)

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.attention import attend_with_sinks
+from flexdilated.attention import attend
 from flexdilated.core.call import EXCHANGES, Call
 from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
 from flexdilated.core.hardware import holds_values
-from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.store import Store
 from flexdilated.decode.tokens import Tokens
 from flexdilated.distributed.consistency import Fields, compare, one_call
@@ -77,9 +76,9 @@ class Ranks:
             raise ValueError(f"shard_lengths must hold at least 1 token in all, got {lengths}")
         return lengths
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Attention of a prompt in shards."""
-        return attend_with_sinks(q, k, v, call._replace(mesh=self.mesh, exchange=self.exchange), sinks)
+        return attend(q, k, v, call._replace(mesh=self.mesh, exchange=self.exchange))[0]
 
     def whole(self, x: Tensor, lengths: Sequence[int], dim: int = 1) -> Tensor:
         """The shards of all ranks, on each."""
@@ -134,26 +133,26 @@ class Ranks:
         with one_call(group) as number:
             _swap(group, self._described, number, sends, receives)
 
-    def agree(self, q: Tensor, softmax: Softmax, shard_lengths: Sequence[int]) -> None:
+    def agree(self, q: Tensor, call: Call, shard_lengths: Sequence[int]) -> None:
         """Wait until all ranks have made the same call on shards."""
         shape = [q.shape[0], sum(shard_lengths), q.shape[2]]
-        described = _call_of(self._with(softmax), shape, softmax.scale) | {"shard_lengths": shard_lengths}
+        described = _call_of(self._with(call), shape, call.scale) | {"shard_lengths": shard_lengths}
         group = self.mesh.get_group()
         with one_call(group) as number:
             compare(group, q.device, Fields(described), (number,))
 
-    def _with(self, softmax: Softmax) -> str:
+    def _with(self, call: Call) -> str:
         """The cache, and whether there are sinks, whose scores are not compared."""
-        return self._described if softmax.sinks is None else f'{self._described[:-1]}, "sinks": true}}'
+        return self._described if call.sinks is None else f'{self._described[:-1]}, "sinks": true}}'
 
-    def merged(self, parts: Tensor, lengths: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    def merged(self, parts: Tensor, lengths: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Merge attention `(B, T, H, D)` of which every rank has a part, with its lse as the last element; `lengths` is returned.
 
         Raises:
             ValueError: If the ranks make other calls, hold caches of other lengths, add others, have reordered sequences otherwise,
                 or are given other tokens: `lengths` `(4 * B,)`.
         """
-        return _merged(parts, lengths, softmax.scale, self.group_name, self._with(softmax))
+        return _merged(parts, lengths, call.scale, self.group_name, self._with(call))
 
 
 def merge_parts(parts: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flexdilated.backends.sdpa import attend_masked
 from flexdilated.core.branch import Kept, num_kept
+from flexdilated.core.call import Call
 from flexdilated.core.lse import share_beside
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.tokens import Tokens
 
 
@@ -127,7 +127,7 @@ class Store:
         q: Tensor,
         positions: Tensor,
         lengths: Tensor,
-        softmax: Softmax,
+        call: Call,
         new: Tokens | None = None,
     ) -> Tensor:
         """What queries `(B, T, H, D)` of these heads at `positions` `(B, T)` see: `(B, T, heads * group, D)`.
@@ -168,12 +168,12 @@ class Store:
         # Query heads that share a key stand one after another as rows of one head: keys are read where they lie, not repeated.
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, k_heads, group * num_tokens, head_dim)
         mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(batch, k_heads, group * num_tokens, -1)
-        if self.num_ranks == 1 and softmax.sinks is None:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax.scale)
+        if self.num_ranks == 1 and call.sinks is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
         else:
-            out, lse = attend_masked(q, k, v, mask, head_dim**-0.5 if softmax.scale is None else softmax.scale)
-            if softmax.sinks is not None and self.rank == 0:  # a part of the whole, to which the sinks belong once
-                sinks = softmax.sinks.to(lse.dtype).view(self.num_kv_heads, group)[self.heads.start : self.heads.stop]
+            out, lse = attend_masked(q, k, v, mask, head_dim**-0.5 if call.scale is None else call.scale)
+            if call.sinks is not None and self.rank == 0:  # a part of the whole, to which the sinks belong once
+                sinks = call.sinks.to(lse.dtype).view(self.num_kv_heads, group)[self.heads.start : self.heads.stop]
                 sinks = sinks.repeat_interleave(num_tokens, dim=1)
                 out = (out * share_beside(sinks, lse)[..., None]).to(out.dtype)
                 lse = torch.logaddexp(lse, sinks)

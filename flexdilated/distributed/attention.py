@@ -45,19 +45,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     mesh = call.mesh
     assert mesh is not None
     group_name, rank, num_ranks = group_of(mesh)
-    if num_ranks == 1:
-        q, k, v, call = check(q, k, v, call)
-        _shard_lengths(q, call, rank, num_ranks)
-        return attend_whole(q, k, v, call)
-    refuse_regions()
-    by_autograd = call.is_modified() or call.backend == "flex"
-    if torch.compiler.is_compiling() and by_autograd:
-        if torch.compiler.is_exporting():
-            raise NotImplementedError("mesh must be None with score_mod, mask_mod or backend='flex' under torch.export, got one")
-        return _attend_uncompiled(q, k, v, call)
+    if num_ranks > 1 and torch.compiler.is_compiling():
+        refuse_regions()
+        if call.is_modified() or call.backend == "flex":
+            if torch.compiler.is_exporting():
+                raise NotImplementedError(
+                    "mesh must be None with score_mod, mask_mod or backend='flex' under torch.export, got one"
+                )
+            return _attend_uncompiled(q, k, v, call)
     try:
         q, k, v, call = check(q, k, v, call)
-        lengths = _shard_lengths(q, call, rank, num_ranks)
+        if q.device.type != mesh.device_type:
+            raise ValueError(f"q must be on the device of mesh={mesh.device_type}, got {q.device}")
+        lengths = declared_lengths(rank, num_ranks, q.shape[1], call.shard_lengths)
+        if sum(lengths) < 1:
+            raise ValueError(f"shard_lengths must hold at least 1 token in all, got {lengths}")
+        if num_ranks == 1:
+            return attend_whole(q, k, v, call)
         if is_transformed(q, k, v):
             raise NotImplementedError(
                 "mesh must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
@@ -91,7 +95,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     )
     if by_autograd:
         return _by_autograd(q, k, v, call, context)
-    seed = draw_seed(call.dropout_p, call.first_sequence)
+    seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
     tensors = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, unknown(q.device))
     out, lse, _, _ = CONTEXT_PARALLEL.forward(*tensors, *call.flat(), *context)
     return out, lse
@@ -120,7 +124,7 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, context: RankConte
             score_mod_learns=call.learns,  # then there are backwards without that of q
             flex=call.backend == "flex",  # whose backward sends other messages
         )
-        seed = draw_seed(call.dropout_p, call.first_sequence)
+        seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
         compare(group, q.device, fields, (number,))
         return score_mod.attend(
             q,
@@ -133,17 +137,6 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, context: RankConte
             seed=None if seed is None else int(seed.item()),
             transport=lambda backward: context.transport(plan, fields, q.device, number, backward=backward),
         )
-
-
-def _shard_lengths(q: Tensor, call: Call, rank: int, num_ranks: int) -> tuple[int, ...]:
-    """Tokens of each rank."""
-    assert call.mesh is not None
-    if q.device.type != call.mesh.device_type:
-        raise ValueError(f"q must be on the device of mesh={call.mesh.device_type}, got {q.device}")
-    lengths = declared_lengths(rank, num_ranks, q.shape[1], call.shard_lengths)
-    if sum(lengths) < 1:
-        raise ValueError(f"shard_lengths must hold at least 1 token in all, got {lengths}")
-    return lengths
 
 
 def _read(options: Sequence[Any]) -> tuple[Flat, RankContext]:

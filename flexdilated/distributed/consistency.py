@@ -73,7 +73,7 @@ def one_call(group: dist.ProcessGroup) -> Iterator[int]:
     Raises:
         RuntimeError: If another thread of this process is inside of a call: ranks cannot share an order of threads.
     """
-    calls = _groups.setdefault(group, _Calls())
+    calls = _groups.get(group) or _groups.setdefault(group, _Calls())
     if not calls.lock.acquire(blocking=False):
         calls.count += 1
         raise RuntimeError(
@@ -112,7 +112,8 @@ def compare(
     """
     if group.size() == 1:
         return
-    compared, key = _groups.setdefault(group, _Calls()).compared, (device.type, fields.digest)
+    calls = _groups.get(group) or _groups.setdefault(group, _Calls())
+    compared, key = calls.compared, (device.type, fields.digest)
     if key in compared and not each_time:
         return
     text = fields.shown()

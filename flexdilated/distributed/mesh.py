@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.core.hardware import answers_while_traced
 
 
+@answers_while_traced  # it reads the tensor of ranks, which does not trace; dynamo guards on the mesh itself
 def group_of(mesh: DeviceMesh) -> tuple[str, int, int]:
     """The name of the process group of a 1-D mesh, this rank in it and its size; traces under `torch.compile(fullgraph=True)`.
 
@@ -21,7 +22,7 @@ def group_of(mesh: DeviceMesh) -> tuple[str, int, int]:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    rank, num_ranks = _place(mesh)
+    rank, num_ranks = _place_of(mesh, dist.get_rank())
     return mesh.get_group().group_name, rank, num_ranks
 
 
@@ -52,14 +53,9 @@ def one_of_equal(mesh: DeviceMesh | None) -> DeviceMesh | None:
 _known: WeakKeyDictionary[dist.ProcessGroup, ref[DeviceMesh]] = WeakKeyDictionary()
 
 
-@answers_while_traced  # it reads the tensor of ranks, which does not trace; dynamo guards on the mesh itself
-def _place(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank in a 1-D mesh, and the number of its ranks."""
-    return _place_of(mesh, dist.get_rank())
-
-
 @lru_cache(maxsize=64)  # the tensor of ranks is made anew at each look, in 20 microseconds
 def _place_of(mesh: DeviceMesh, rank: int) -> tuple[int, int]:
+    """A rank in a 1-D mesh, and the number of its ranks."""
     if mesh.ndim != 1:
         names, sizes = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
         axis = "one axis" if names is None else f"one axis, as mesh[{names[-1]!r}]"

@@ -120,7 +120,7 @@ class DilatedInnerAttention(Module):
             raise ValueError(f"enable_gqa must be True where k has other heads than q={q_BLNH.shape[2]}, got {k_BLNH.shape[2]}")
         heads = k_BLNH.shape[2]
         call = Call(
-            self.pattern,
+            pattern=self.pattern,
             is_causal=True,
             scale=scale,
             backend=self.backend,
@@ -205,7 +205,7 @@ def dilated_flex(
     Raises:
         ValueError: If there is no such pattern, or an engine or exchange is unknown.
     """
-    fields = _fields(segment_lengths, dilation_rates, heads, offsets, backend, exchange, config)
+    fields = _fields(segment_lengths, dilation_rates, heads, offsets=offsets, backend=backend, exchange=exchange, old=config)
     return DilatedInnerAttention.Config(**fields, block_size=config.block_size)
 
 
@@ -225,7 +225,7 @@ def dilated_varlen(
     """
     if tuple(config.window_size) != (-1, 0):
         raise ValueError(f"window_size must be (-1, 0) for a dilated pattern to say what is seen, got {config.window_size}")
-    fields = _fields(segment_lengths, dilation_rates, heads, offsets, backend, "auto", config)
+    fields = _fields(segment_lengths, dilation_rates, heads, offsets=offsets, backend=backend, exchange="auto", old=config)
     return DilatedVarlenAttention.Config(**fields)
 
 

@@ -62,8 +62,21 @@ def create_dilated_block_mask(
         if sizes != (128, 128):
             raise NotImplementedError(f"BLOCK_SIZE must be 128 inside torch.compile, got {BLOCK_SIZE}; build the mask outside")
         mask_mod = uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
-        return block_mask_for(pattern, num_heads, num_kv_heads, seq_len, is_causal, device, mask_mod, narrows=False)
-    kv, q = _lists(_Wanted(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=True))
+        return block_mask_for(
+            pattern, num_heads, num_kv_heads, seq_len=seq_len, is_causal=is_causal, device=device, mask_mod=mask_mod, narrows=False
+        )
+    kv, q = _lists(
+        _Wanted(
+            pattern=pattern,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            seq_len=seq_len,
+            is_causal=is_causal,
+            sizes=sizes,
+            device=device,
+            separate_full=True,
+        )
+    )
     return assemble(kv, q, (seq_len, seq_len), sizes, mask_mod_of(pattern, num_heads, num_kv_heads, is_causal))
 
 
@@ -85,7 +98,18 @@ def block_mask_for(
     """
     sizes = (128, 128)
     if not torch.compiler.is_compiling():
-        kv, q = _lists(_Wanted(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, not narrows))
+        kv, q = _lists(
+            _Wanted(
+                pattern=pattern,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                seq_len=seq_len,
+                is_causal=is_causal,
+                sizes=sizes,
+                device=device,
+                separate_full=not narrows,
+            )
+        )
         return assemble(kv, q, (seq_len, seq_len), sizes, mask_mod)
     arguments = (encode(pattern), num_heads, num_kv_heads, seq_len, is_causal, not narrows, device)
     kv = _shaped(_traced_lists(*arguments, False), seq_len, pattern, num_heads, device)
@@ -199,7 +223,18 @@ def _traced_lists(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Counts `(heads, rows)` and flat indices of partial and full blocks, padded to a width that is known beforehand."""
     pattern = decode(encoded_pattern)
-    lists = _lists(_Wanted(pattern, num_heads, num_kv_heads, seq_len, is_causal, (128, 128), device, separate_full))[of_queries]
+    lists = _lists(
+        _Wanted(
+            pattern=pattern,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            seq_len=seq_len,
+            is_causal=is_causal,
+            sizes=(128, 128),
+            device=device,
+            separate_full=separate_full,
+        )
+    )[of_queries]
     rows, width = _traced_size(pattern, seq_len)
 
     def flat(indices: Tensor) -> Tensor:

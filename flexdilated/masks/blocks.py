@@ -69,7 +69,9 @@ def block_lists(
 
         full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, order)
         full = (column >= full_first[row]) & (column <= full_last[row])
-        full[list(_completed(branches, seq_len, row_size, column_size, order, row, column, full))] = True
+        full[
+            list(_completed(branches, seq_len, row_size, column_size=column_size, order=order, row=row, column=column, full=full))
+        ] = True
         return BlockLists(*_pack(row[~full], column[~full], rows), *_pack(row[full], column[full], rows))
 
 

@@ -369,8 +369,12 @@ class MultiheadDilatedAttention(nn.Module):
         key_padding_mask = ignored_keys(key_padding_mask)
         if query.dim() == 2:
             mask = None if key_padding_mask is None else key_padding_mask[None]
-            return self._attend(query[None], key[None], value[None], mask, is_causal, rotation, options)[0], None
-        return self._attend(query, key, value, key_padding_mask, is_causal, rotation, options), None
+            return self._attend(
+                query[None], key[None], value[None], key_padding_mask=mask, is_causal=is_causal, rotation=rotation, options=options
+            )[0], None
+        return self._attend(
+            query, key, value, key_padding_mask=key_padding_mask, is_causal=is_causal, rotation=rotation, options=options
+        ), None
 
     def _attend(
         self,

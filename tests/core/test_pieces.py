@@ -10,20 +10,8 @@ import torch
 from hypothesis import given
 
 from flexdilated import DilatedPattern
-from flexdilated.core.pieces import (
-    Order,
-    Piece,
-    arrange,
-    box,
-    fold,
-    fold_view,
-    plan_pieces,
-    runs_of,
-    segment_pieces,
-    slabs,
-    unfold,
-    view_parts,
-)
+from flexdilated.core.pieces import Order, Piece, arrange, plan_pieces, runs_of, segment_pieces
+from flexdilated.core.slabs import box, fold, fold_view, slabs, unfold, view_parts
 from tests.cases import least_heads, patterns, unshifted
 
 

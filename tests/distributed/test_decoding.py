@@ -20,9 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from flexdilated import DilatedKVCache, DilatedPattern, dilated_attention, reference
-from flexdilated.attention import attend_with_sinks
+from flexdilated.attention import attend
 from flexdilated.core.call import Call
-from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.ranks import Ranks as CacheRanks
 from flexdilated.decode.ranks import check_same, merge_parts
 from flexdilated.decode.tokens import BLOCK
@@ -56,11 +55,11 @@ class Simulated(CacheRanks):
         self.mesh: Any = SimpleNamespace(device_type="cpu", size=lambda: 1, get_group=lambda: SimpleNamespace(size=lambda: 1))
         self._transport = SimulatedTransport(rank, mail)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         lengths = call.shard_lengths
         assert lengths is not None
         q, k, v = (self.whole(x, lengths) for x in (q, k, v))
-        out = attend_with_sinks(q, k, v, Call(call.pattern, call.is_causal, call.scale), sinks)
+        out, _ = attend(q, k, v, call._replace(shard_lengths=None, first_head=0, num_heads=None, backend="auto"))
         return out.split(list(lengths), dim=1)[self.rank]
 
     def whole(self, x: Tensor, lengths: Any, dim: int = 1) -> Tensor:
@@ -75,9 +74,9 @@ class Simulated(CacheRanks):
     def swap(self, sends: Any, receives: Any) -> None:
         self._transport.swap(sends, receives)()
 
-    def agree(self, q: Tensor, softmax: Softmax, shard_lengths: Any) -> None: ...
+    def agree(self, q: Tensor, call: Call, shard_lengths: Any) -> None: ...
 
-    def merged(self, parts: Tensor, lengths: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    def merged(self, parts: Tensor, lengths: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         told = self.whole(lengths[None], (1,) * self.size, 0)
         check_same(told[:, : 2 * len(parts)], self.numbers)
         check_same(told[:, 2 * len(parts) :], self.numbers, "the order of the sequences of a cache")
@@ -471,9 +470,9 @@ def check_calls_that_were_agreed_on(rank: int, mesh: DeviceMesh, cache: DilatedK
     different = r"^ranks must agree on shard_lengths, got \[3, 1\] on rank 0 and \[1, 3\] on rank 1"
     here = [x[:, 41 : 41 + splits[rank][rank]] for x in inputs]
     step = torch.compile(cache.attend, fullgraph=True, backend="eager", dynamic=False)
-    for attend in (cache.attend, step):
+    for run in (cache.attend, step):
         with pytest.raises(ValueError, match=different):
-            attend(*here, shard_lengths=splits[rank])
+            run(*here, shard_lengths=splits[rank])
     with pytest.raises(ValueError, match=different):
         unshard_sequence(here[0], mesh, shard_lengths=splits[rank])
     with pytest.raises(ValueError, match=r"^ranks must agree on dtype, got 'torch.float64' on rank 0 and"):

@@ -137,7 +137,18 @@ def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
     if zero_keys or pattern.detach_weights or call.part_of_heads(k.shape[2]) is not None:
         return "packed"
     batch, _, heads, head_dim = q.shape
-    return choose_layout(pattern, Shape(batch, length, heads, k.shape[2], head_dim, q.element_size(), call.is_causal))
+    return choose_layout(
+        pattern,
+        Shape(
+            batch=batch,
+            num_tokens=length,
+            num_heads=heads,
+            num_kv_heads=k.shape[2],
+            head_dim=head_dim,
+            element=q.element_size(),
+            is_causal=call.is_causal,
+        ),
+    )
 
 
 def _on_cpu(q: Tensor) -> bool:
@@ -176,7 +187,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
         call,
         score_mod=score_mod if several or user_score is not None else None,
         block_mask=block_mask_for(
-            plain, heads, kv_heads, num_tokens, is_causal, device, mask_mod if narrows else joined, narrows=narrows
+            plain,
+            heads,
+            kv_heads,
+            seq_len=num_tokens,
+            is_causal=is_causal,
+            device=device,
+            mask_mod=mask_mod if narrows else joined,
+            narrows=narrows,
         ),
         want_lse=call.return_lse,
         like=plain,
@@ -185,7 +203,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
-    results = [(piece, *attend_piece(q, k, v, ignored, start, piece, call)) for piece in _pieces(q.shape[1], k, call)]
+    results = [
+        (piece, *attend_piece(q, k, v, ignored=ignored, start=start, piece=piece, call=call))
+        for piece in _pieces(q.shape[1], k, call)
+    ]
     return mix([[part] for part in results], q, q.shape[2] // k.shape[2], detach_weights=call.pattern.detach_weights)
 
 
@@ -210,7 +231,7 @@ def attend_piece(
     outs, lses = [], []
     for first in range(0, lanes[0].shape[0], GRID_LIMIT):
         part = [x[first : first + GRID_LIMIT] for x in lanes]
-        out, lse = _lanes(part, ignored, piece, start, first, q.shape[0], group, call)
+        out, lse = _lanes(part, ignored, piece, start=start, first=first, batch=q.shape[0], group=group, call=call)
         outs.append(out)
         lses.append(lse)
     out, lse = (torch.cat(xs) if len(xs) > 1 else xs[0] for xs in (outs, lses))
@@ -268,7 +289,9 @@ def _lanes(
         v,
         call,
         score_mod=None if user_score is None else score_mod,
-        block_mask=block_mask_for(diagonal, 1, 1, rows, is_causal, device, mask_mod, narrows=narrows),
+        block_mask=block_mask_for(
+            diagonal, 1, 1, seq_len=rows, is_causal=is_causal, device=device, mask_mod=mask_mod, narrows=narrows
+        ),
     )
     assert lse is not None
     return out, lse

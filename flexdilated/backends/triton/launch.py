@@ -129,7 +129,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Te
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype), device=q.device)
-    forward(out, lse, q, k, v, _whole(q, k), options)
+    forward(out, lse, q, k, v, pieces=_whole(q, k), options=options)
     return out.transpose(1, 2), lse
 
 
@@ -139,7 +139,7 @@ def dense_backward(
     """`dq, dk, dv` of `(batch, heads, rows, D)` tensors."""
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    backward((dq, dk, dv), dout, dlse, q, k, v, out, lse, _whole(q, k), options)
+    backward((dq, dk, dv), dout, dlse, q, k, v, out=out, lse=lse, pieces=_whole(q, k), options=options)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -185,12 +185,14 @@ def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Ten
     strides = (*_strides(*tensors), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
     for group in groups(pieces, q.device):
         asked = HOSTS and group.each is group.one and _may_describe(options, k, v) and all(_may_host(x, group.one) for x in (k, v))
-        tiles = _tiles(attend, q, group.one, options, (k, v), q.shape[2] // k.shape[2], asked)
+        tiles = _tiles(attend, q, group.one, options=options, loaded=(k, v), group=q.shape[2] // k.shape[2], asked=asked)
         queries = _queries(group.each, q, k)
         count = -(-queries // tiles.queries)
         constants = _constants(*tensors, group=group, options=options, tiles=tiles)
         constants |= {"END": end or ("write" if group.one.covers else "merge"), "HOST": tiles.host}
-        found = _over(attend, group.each, queries, count, _lanes(group.each, q, k), strides, constants, tiles)
+        found = _over(
+            attend, group.each, queries, tiles=count, lanes=_lanes(group.each, q, k), strides=strides, constants=constants, of=tiles
+        )
         yield found._replace(hosted=group.one) if tiles.host else found
 
 
@@ -218,12 +220,12 @@ def _plan_differentiate(pieces: tuple[Piece, ...], options: Options, tensors: tu
             (differentiate_keys, (q, dout), (dk, dv, dq), piece.rows, _lanes(piece, k, k)),
             (differentiate_queries, (k, v), (dq,), queries, _lanes(piece, q, k)),
         )[: 1 if sums else 2]:
-            tiles = _tiles(kernel, q, group.one, options, loaded, q.shape[2] // k.shape[2], sums)
+            tiles = _tiles(kernel, q, group.one, options=options, loaded=loaded, group=q.shape[2] // k.shape[2], asked=sums)
             count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
             strides = (*_strides(q, k, v, dout, *into), *rows, *mask)
             constants = _constants(q, k, v, dout, *into, group=group, options=options, tiles=tiles)
             constants |= {"ADDS": not group.one.covers, **({"SUMS": sums} if kernel is differentiate_keys else {})}
-            yield _over(kernel, piece, queries, count, lanes, strides, constants, tiles)
+            yield _over(kernel, piece, queries, tiles=count, lanes=lanes, strides=strides, constants=constants, of=tiles)
 
 
 def _run(

@@ -74,4 +74,4 @@ def _join(out: Tensor, lse: Tensor | None, part: Tensor, part_lse: Tensor | None
     constants = {"MERGES": lse is not None, "UNIT": unit, "D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": PREPARE.queries}
     run = join_rows[(tiles * batch * heads,)]
     with on_device(out):
-        run(out, lse, part, part_lse, *strides, *numbers, heads, rows, tiles, **constants, **options_of(PREPARE))
+        run(*(out, lse, part, part_lse), *strides, *numbers, heads, rows, tiles, **constants, **options_of(PREPARE))

@@ -145,7 +145,7 @@ def seconds_of(received: Integers, scored: Integers, head_dim: int, speeds: Spee
 
 
 @recent(size=lambda choice, plan, **options: plan.nbytes)
-def choose(plan: ContextPlan, *, budget: int, speeds: Speeds | None = None, **sizes: Any) -> str:
+def choose(plan: ContextPlan, *, budget: int | None = None, speeds: Speeds | None = None, **sizes: Any) -> str:
     """The exchange whose busiest rank takes the least time, among those whose buffers fit `budget` bytes.
 
     If none fits, the exchange with the smallest buffers. The answer depends on the integers of the plan and on the arguments alone,
@@ -153,11 +153,13 @@ def choose(plan: ContextPlan, *, budget: int, speeds: Speeds | None = None, **si
 
     Args:
         plan: The plan.
-        budget: Bytes of messages that a rank may hold in a forward.
+        budget: Bytes of messages that a rank may hold in a forward. Default: `default_budget`.
         speeds: Default: `Speeds()`.
         sizes: The sizes of `bytes_received`.
     """
     speeds = Speeds() if speeds is None else speeds
+    if budget is None:
+        budget = default_budget(plan, **{name: sizes[name] for name in ("head_dim", "itemsize", "batch")})
     rows = {name: counts(plan, name, CHOICE)[0] for name in EXCHANGES}
     buffers = {name: int(buffer_bytes(plan, name, rows=rows[name], **sizes).max()) for name in EXCHANGES}
     fitting = [name for name in EXCHANGES if buffers[name] <= budget]

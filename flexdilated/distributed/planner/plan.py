@@ -146,7 +146,7 @@ class ContextPlan(CutSegments):
         return not len(self.all_segments.token)
 
 
-@recent(size=lambda plan, *integers: plan.nbytes)
+@recent(size=lambda plan, *integers, **named: plan.nbytes)
 def context_plan(
     pattern: DilatedPattern,
     shard_lengths: tuple[int, ...],
@@ -181,7 +181,7 @@ def context_plan(
             f"pattern must be such that branches times twice the largest rate, and times documents and tokens, are below 2**62, "
             f"got {branches} branches, a rate of {widest}, {len(documents)} documents and {sum(shard_lengths)} tokens"
         )
-    return ContextPlan(pattern, shard_lengths, num_heads, within, group, documents, is_causal)
+    return ContextPlan(pattern, shard_lengths, num_heads, within, group, documents=documents, is_causal=is_causal)
 
 
 def _shown(values: tuple[Any, ...]) -> Any:

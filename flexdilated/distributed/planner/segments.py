@@ -140,7 +140,15 @@ class CutSegments:
         w, start, num_tokens = w[branch, document], start[document], num_tokens[document]
         token, size = start + index * w, np.minimum(w, num_tokens - index * w)
         padded = w + -w % self.rates[branch] if self.pattern.zero_padding and not self.is_causal else size
-        return Segments(branch, num_tokens, token, size, padded, self.rank_of(token), self.rank_of(token + size - 1))
+        return Segments(
+            branch=branch,
+            document_tokens=num_tokens,
+            token=token,
+            size=size,
+            padded=padded,
+            first_rank=self.rank_of(token),
+            last_rank=self.rank_of(token + size - 1),
+        )
 
     @cached_property
     def kept(self) -> tuple[BranchHeads, ...]:

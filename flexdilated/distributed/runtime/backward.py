@@ -39,7 +39,8 @@ def context_backward(
     if not is_received:
         exchange_queries(buffers, transport)()
     # Rows have one term per branch and source: sums of many ranks are kept in float32.
-    grads = Gradients(buffers, *backward(given.dout, given.dlse, q, k, v, given.out, given.lse, work.loop, sums=buffers.sums))
+    inside = backward(given.dout, given.dlse, q, k, v, out=given.out, lse=given.lse, loop=work.loop, sums=buffers.sums)
+    grads = Gradients(buffers, *inside)
     wait_for_outputs()
     of_tasks = _of_tasks(work, given, remote)
     if work.plan.pattern.detach_weights:
@@ -98,10 +99,10 @@ def _of_tasks(work: TaskAttention, given: OutputGradients, remote: dict[int, Ten
     dlse_rows = None if dlse is None else dlse.transpose(1, 2)[..., None]
     return [
         OutputGradients(
-            dout=buffers.outputs(task, given.dout, douts),
-            dlse=None if dlse_rows is None else buffers.outputs(task, dlse_rows, dlses)[..., 0],
-            out=buffers.outputs(task, given.out, outs),
-            lse=buffers.outputs(task, lse_rows, lses)[..., 0],
+            dout=buffers.rows_of(task, given.dout, douts),
+            dlse=None if dlse_rows is None else buffers.rows_of(task, dlse_rows, dlses)[..., 0],
+            out=buffers.rows_of(task, given.out, outs),
+            lse=buffers.rows_of(task, lse_rows, lses)[..., 0],
         )
         for task in work.schedule.tasks
     ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexdilated.core.custom_op import Inputs
 from flexdilated.core.lse import accumulated
 from flexdilated.distributed.runtime.row_index import RowExchange
-from flexdilated.distributed.runtime.schedule import RowRange, Schedule, ScheduledTask, with_spans
+from flexdilated.distributed.runtime.schedule import RowRange, Schedule, ScheduledTask
 
 
 class Buffers:
@@ -36,23 +36,18 @@ class Buffers:
         self.kv_width = 2 * self.head_dim + (self.mask is not None)
         self.kv_rows: dict[int, Tensor] = {}  # by rank
         self.q_rows: dict[int, Tensor] = {}
+        # Elements of the queries that other ranks send, and of all that a forward receives and its backward needs; in a ring no
+        # keys, which travel again.
+        self.num_queries_received = schedule.q.num_received * self.batch * self.group * self.head_dim
+        self.num_received = self.num_queries_received
+        if keeps:
+            self.num_received += schedule.kv.num_received * self.batch * self.kv_width
 
     def without_tokens(self) -> Buffers:
         """Buffers of equal sizes that hold no values."""
         q, k, v = (x.new_empty((x.shape[0], 0, *x.shape[2:])) for x in (self.q, self.k, self.v))
         mask = None if self.mask is None else self.mask.new_empty((self.batch, 0))
         return Buffers(Inputs(q, k, v, key_padding_mask=mask), self.schedule, keeps=self.keeps)
-
-    @property
-    def num_queries_received(self) -> int:
-        """Elements of the queries that other ranks send."""
-        return self.schedule.q.num_received * self.batch * self.group * self.head_dim
-
-    @property
-    def num_received(self) -> int:
-        """Elements that a forward receives and its backward needs; in a ring no keys, which travel again."""
-        keys = self.schedule.kv.num_received * self.batch * self.kv_width if self.keeps else 0
-        return keys + self.num_queries_received
 
     def receive_into(self, received: Tensor) -> None:
         """Let the rows of other ranks be parts of a flat buffer: keys and values, unless in a ring, then queries."""
@@ -81,22 +76,21 @@ class Buffers:
         tokens, heads = via.rows(peer)
         return self.grouped(x).transpose(0, 1)[tokens, :, heads]
 
-    def queries(self, task: ScheduledTask) -> Tensor:
-        """`(b lane) group row d`."""
-        return _folded(self._rows(task.queries, task, self.q, self.q_rows))
+    def rows_of(self, task: ScheduledTask, local: Tensor, remote: dict[int, Tensor]) -> Tensor:
+        """`(b lane) group row d`: a task's rows of its queries, or of what belongs to its outputs.
 
-    def outputs(self, task: ScheduledTask, local: Tensor, remote: dict[int, Tensor]) -> Tensor:
-        """A task's rows of what belongs to outputs: of `local` `(B, n, H, D')`, and of `(E, B, group, D')` of each other rank."""
-        return _folded(self._rows(task.queries, task, local, remote))
-
-    def _rows(self, ranges: Sequence[RowRange], task: ScheduledTask, local: Tensor, remote: dict[int, Tensor]) -> list[Tensor]:
-        """`b lane row group d` of each range."""
-        return [
+        Args:
+            task: The task.
+            local: `(B, n, H, D')`, of this rank's shard.
+            remote: `(E, B, group, D')` of each other rank.
+        """
+        parts = [
             self.grouped(local)[:, each.row_index.read(), task.heads]
             if each.is_local
             else rearrange(remote[each.rank][each.row_index.read()], "lane row b group d -> b lane row group d")
-            for each in ranges
+            for each in task.queries
         ]
+        return rearrange(torch.cat(parts, dim=2), "b lane row group d -> (b lane) group row d")
 
     def keys(self, ranges: Sequence[RowRange], task: ScheduledTask) -> tuple[Tensor, Tensor, Tensor | None]:
         """k and v of neighbouring ranges, `(b lane) 1 row d`, and which are ignored, `(b lane) row`; ignored ones hold zeros."""
@@ -126,10 +120,6 @@ class Buffers:
         return rearrange(x, "(b lane) group row ... -> b lane row group ...", lane=len(task.task.heads))
 
 
-def _folded(parts: Sequence[Tensor]) -> Tensor:
-    return rearrange(torch.cat(list(parts), dim=2), "b lane row group d -> (b lane) group row d")
-
-
 class Gradients:
     """Sums of gradients: of this rank's own tensors, and of the rows that it received from other ranks."""
 
@@ -147,7 +137,8 @@ class Gradients:
     def add_queries(self, task: ScheduledTask, dq: Tensor) -> None:
         """Add `b lane row group d`; the query of zeros, which comes last, has no gradient."""
         local = self.buffers.grouped(self.dq)
-        for each, span in with_spans(task.queries):
+        for each in task.queries:
+            span = slice(each.first - task.queries[0].first, each.end - task.queries[0].first)
             rows, index = dq[:, :, span], each.row_index.read()
             if each.is_local:
                 # A task meets a row once: reading, adding and writing back needs no atomic sum.
@@ -158,7 +149,8 @@ class Gradients:
     def add_keys(self, task: ScheduledTask, ranges: Sequence[RowRange], dk: Tensor, dv: Tensor) -> None:
         """Add `(b lane) 1 row d` each, of neighbouring ranges."""
         dk, dv = (rearrange(x, "(b lane) 1 row d -> b lane row d", lane=len(task.task.heads)) for x in (dk, dv))
-        for each, span in with_spans(ranges):
+        for each in ranges:
+            span = slice(each.first - ranges[0].first, each.end - ranges[0].first)
             index = each.row_index.read()
             if each.is_local:
                 self.dk[:, index, task.heads] += dk[:, :, span]

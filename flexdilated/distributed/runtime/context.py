@@ -37,7 +37,15 @@ class RankContext(NamedTuple):
         where = "" if inputs.cu_seqlens is None else f" of all ranks, shard_lengths={shown(lengths)}"
         spans = documents(inputs.cu_seqlens, sum(lengths), where)
         within = range(flat.first_head, flat.first_head + kv_heads)
-        return context_plan(flat.pattern, lengths, flat.num_heads, within, inputs.q.shape[2] // kv_heads, spans, flat.is_causal)
+        return context_plan(
+            flat.pattern,
+            lengths,
+            flat.num_heads,
+            within=within,
+            group=inputs.q.shape[2] // kv_heads,
+            documents=spans,
+            is_causal=flat.is_causal,
+        )
 
     def chosen_exchange(self, plan: ContextPlan, inputs: Inputs) -> str:
         """The exchange that is asked for, or that `"auto"` takes."""
@@ -46,8 +54,7 @@ class RankContext(NamedTuple):
         q = inputs.q
         sizes = {"head_dim": q.shape[3], "itemsize": q.dtype.itemsize, "batch": q.shape[0]}
         more = {"masked": inputs.key_padding_mask is not None, "lse_size": accumulated(q.dtype).itemsize}
-        budget, speeds = cost_model.default_budget(plan, **sizes), cost_model.speeds_of_environment()
-        return cost_model.choose(plan, budget=budget, speeds=speeds, **sizes, **more)
+        return cost_model.choose(plan, speeds=cost_model.speeds_of_environment(), **sizes, **more)
 
     def fields(self, plan: ContextPlan, inputs: Inputs, flat: Flat, **functions: bool) -> Fields:
         """What ranks compare; `functions`: which there are, since they cannot be compared."""

@@ -12,7 +12,6 @@ from flexdilated.backends.piece_loop import forward
 from flexdilated.core.lse import merge_
 from flexdilated.distributed.runtime.messages import exchange_outputs, exchange_queries
 from flexdilated.distributed.runtime.ring import sources
-from flexdilated.distributed.runtime.schedule import with_spans
 from flexdilated.distributed.runtime.task_attention import TaskAttention
 from flexdilated.distributed.runtime.transport import Transport
 
@@ -22,17 +21,20 @@ def context_forward(work: TaskAttention, transport: Transport) -> tuple[Tensor, 
     buffers, inputs = work.buffers, work.inputs
     received = inputs.q.new_empty(buffers.num_received)
     buffers.receive_into(received)
-    wait_for_queries = exchange_queries(buffers, transport)
+    travels = work.schedule.q.sends or work.schedule.q.receives
+    wait_for_queries = exchange_queries(buffers, transport) if travels else None
     pieces: list[tuple[Tensor, Tensor]] = []
     partials = work.empty_partials()
 
     def attend_inside() -> None:
         pieces.append(forward(inputs.q, inputs.k, inputs.v, work.loop))
-        wait_for_queries()
+        if wait_for_queries is not None:
+            wait_for_queries()
 
     for source in sources(work, transport, attend_inside):
         work.attend(partials, source)
-    work.add_zero_keys(partials)
+    if work.plan.pattern.zero_padding:
+        work.add_zero_keys(partials)
     ((out, lse),) = pieces
     _merge_outputs(work, transport, out, lse, partials)
     return out, lse, received
@@ -49,14 +51,15 @@ def _merge_outputs(
     sent_to, lse_to = via.split(sent, sent=True), via.split(sent_lse, sent=True)
     for task, partial in zip(work.schedule.tasks, partials):
         task_out, task_lse = (buffers.unfolded(x, task) for x in partial)
-        for each, span in with_spans(task.queries):
+        for each in task.queries:
+            span = slice(each.first - task.queries[0].first, each.end - task.queries[0].first)
             index = each.row_index.read()
             part, part_lse = task_out[:, :, span], task_lse[:, :, span]
             if each.is_local:
                 _merge_at(outs, lses, (slice(None), index, task.heads), part, part_lse)
             else:
                 _merge_at(sent_to[each.rank], lse_to[each.rank], index, part.movedim(0, 2), part_lse.movedim(0, 2))
-    if not via:
+    if not (via.sends or via.receives):
         return
     arrived, arrived_lse = exchange_outputs(buffers, transport, sent, sent_lse, back=False)
     for peer, place in via.receives.items():  # one after another: several peers may send outputs of one row

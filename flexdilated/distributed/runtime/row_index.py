@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -65,14 +66,11 @@ class RowExchange:
     # counted from the first of the shard, in blocks of heads.
     local: dict[int, tuple[tuple[Tensor, RowIndex], ...]]
 
-    def __bool__(self) -> bool:
-        return bool(self.sends or self.receives)
-
-    @property
+    @cached_property
     def num_sent(self) -> int:
         return max((place.stop for place in self.sends.values()), default=0)
 
-    @property
+    @cached_property
     def num_received(self) -> int:
         return max((place.stop for place in self.receives.values()), default=0)
 

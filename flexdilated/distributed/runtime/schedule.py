@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -22,25 +22,13 @@ KEPT = 1 << 28  # bytes of schedules
 
 
 class RowRange(NamedTuple):
-    """Neighbouring rows `first ... end` of a task that are in one rank's shard."""
+    """Neighbouring rows `first ... end` of a task that are in one rank's shard; the next range begins where it ends."""
 
     rank: int
     first: int
     end: int
     is_local: bool
     row_index: RowIndex  # (lanes, rows): tokens of this rank's shard if local, else places in the message from or to the rank
-
-    @property
-    def rows(self) -> int:
-        return self.end - self.first
-
-
-def with_spans(ranges: Sequence[RowRange]) -> Iterator[tuple[RowRange, slice]]:
-    """Each range, and its rows among the rows of all ranges in order."""
-    end = 0
-    for each in ranges:
-        start, end = end, end + each.rows
-        yield each, slice(start, end)
 
 
 class ScheduledTask(NamedTuple):

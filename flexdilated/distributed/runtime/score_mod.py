@@ -34,7 +34,7 @@ from flexdilated.distributed.runtime.messages import (
     return_key_gradients,
     return_query_gradients,
 )
-from flexdilated.distributed.runtime.schedule import ScheduledTask, schedule, with_spans
+from flexdilated.distributed.runtime.schedule import ScheduledTask, schedule
 from flexdilated.distributed.runtime.transport import Transport
 
 Open = Callable[[bool], Transport]  # of the forward, or of its backward (True)
@@ -93,7 +93,8 @@ def attend(
             # What ignored keys and values hold must not matter, and 0 times NaN would.
             k, v = (x.masked_fill(mask[:, :, None, None], 0.0) for x in (k, v))
         layers: list[list[Part]] = [
-            [(piece, *attend_piece(q, k, v, mask, plan.borders[rank], piece, call))] for piece in local_pieces(plan, rank)
+            [(piece, *attend_piece(q, k, v, mask, plan.borders[rank], piece=piece, call=call))]
+            for piece in local_pieces(plan, rank)
         ]
         with torch.no_grad():
             for wait in waits:
@@ -103,7 +104,7 @@ def attend(
         local, sent = _tasks(buffers, call)
         layers += local
         via, detaches = rows.out, call.pattern.detach_weights
-        if via:
+        if via.sends or via.receives:
             like = q.new_empty(buffers.batch, via.num_sent, buffers.group, buffers.head_dim)
             out, lse = mix(sent, like, buffers.group, detach_weights=detaches)
             out, lse, token = _Deliver.apply(out.transpose(0, 1), lse.permute(2, 0, 1), token, bare, transport)
@@ -120,7 +121,8 @@ def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[Part]], list[list[Pa
     sent: list[list[Part]] = [[] for _ in call.pattern.branches]
     for task in buffers.schedule.tasks:
         out, lse = _attend_task(buffers, task, call)
-        for each, span in with_spans(task.queries):
+        for each in task.queries:
+            span = slice(each.first - task.queries[0].first, each.end - task.queries[0].first)
             index = each.row_index.read()
             if each.is_local:
                 local[task.task.branch].append((Scattered(index, task.heads), out[:, :, span], lse[:, :, span]))
@@ -133,6 +135,7 @@ def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[Part]], list[list[Pa
 def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tuple[Tensor, Tensor]:
     """Out `(B, lane, row, group, D)` and lse `(B, lane, row, group)` of a task's queries."""
     task, batch, group, device = scheduled.task, buffers.batch, buffers.group, buffers.q.device
+    q = buffers.rows_of(scheduled, buffers.q, buffers.q_rows)
     k, v, hidden = buffers.keys(scheduled.keys, scheduled)
     lanes = len(task.heads)
     if call.backend == "flex":
@@ -144,16 +147,16 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
             task.queries[0],
             scheduled.keys[0].first,
         )
-        out, lse = flex.with_zero_keys(*attend_rows(buffers.queries(scheduled), k, v, hidden, places, call), task.zero_keys)
+        out, lse = flex.with_zero_keys(*attend_rows(q, k, v, hidden, places, call), task.zero_keys)
         return buffers.unfolded(out, scheduled), buffers.unfolded(lse, scheduled)
-    q, k, v = (x.unflatten(0, (batch, lanes)) for x in (buffers.queries(scheduled), k, v))  # b lane group row d
+    q, k, v = (x.unflatten(0, (batch, lanes)) for x in (q, k, v))  # b lane group row d
     hidden = None if hidden is None else hidden.view(batch, lanes, 1, 1, -1)
     b = torch.arange(batch, device=device)[:, None, None, None, None]
     h = (scheduled.heads.long() * group + torch.arange(group, device=device))[None, :, :, None, None]
     first = torch.as_tensor(task.tokens, device=device)[None, :, None, None, None]
     q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
     kv_idx = first + task.stride * torch.arange(scheduled.keys[0].first, scheduled.keys[-1].end, device=device)
-    out, lse = modified_scores.attend_lanes(q, k, v, hidden, b, h, q_idx, kv_idx, call)
+    out, lse = modified_scores.attend_lanes(q, k, v, hidden=hidden, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, call=call)
     return out.transpose(2, 3), lse.transpose(2, 3)
 
 

@@ -7,6 +7,7 @@ partial needs only the final `out` and `lse`. So the gradients of all partials, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -31,18 +32,20 @@ class OutputGradients(NamedTuple):
     lse: Tensor
 
 
-def _blocks(queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+@lru_cache(maxsize=4096)
+def _blocks(queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) -> tuple[tuple[slice, slice, bool], ...]:
     """The kernel calls for some queries and keys, by row number: rectangles and, if causal, one square on the diagonal."""
     if not is_causal:
-        yield slice(*queries), slice(*keys), False
-        return
+        return ((slice(*queries), slice(*keys), False),)
+    found = []
     if keys[0] < min(keys[1], queries[0]):
-        yield slice(*queries), slice(keys[0], min(keys[1], queries[0])), False
+        found.append((slice(*queries), slice(keys[0], min(keys[1], queries[0])), False))
     low, high = max(keys[0], queries[0]), min(keys[1], queries[1])
     if low < high:
-        yield slice(low, high), slice(low, high), True
+        found.append((slice(low, high), slice(low, high), True))
         if high < queries[1]:
-            yield slice(high, queries[1]), slice(low, high), False
+            found.append((slice(high, queries[1]), slice(low, high), False))
+    return tuple(found)
 
 
 class TaskAttention:
@@ -75,17 +78,18 @@ class TaskAttention:
             found.append((out, buffers.q.new_full(shape, -torch.inf, dtype=buffers.sums)))
         return found
 
-    def keys_of(self, number: int, source: int | None) -> list[RowRange]:
+    def keys_of(self, number: int, source: int | None) -> Sequence[RowRange]:
         """A task's keys in the shard of one rank; None: of all ranks."""
-        return [each for each in self.schedule.tasks[number].keys if source is None or each.rank == source]
+        keys = self.schedule.tasks[number].keys
+        return keys if source is None else [each for each in keys if each.rank == source]
 
     def attend(self, partials: Sequence[tuple[Tensor, Tensor]], source: int | None = None) -> None:
         """Attend to the keys of one rank, or of all, and merge the results into each task's partial `(out, lse)`."""
         for number, (out, lse) in enumerate(partials):
-            keys = self.keys_of(number, source)
+            keys = self.schedule.tasks[number].keys if source is None else self.keys_of(number, source)
             if not keys:
                 continue
-            q = self.buffers.queries(self.schedule.tasks[number])
+            q = self.buffers.rows_of(self.schedule.tasks[number], self.buffers.q, self.buffers.q_rows)
             for rows, _, k, v, options in self._calls(number, keys):
                 block_out, block_lse = self.loop.kernel.forward(q[:, :, rows], k, v, options)
                 merge_(out[:, :, rows], lse[:, :, rows], block_out, block_lse.to(self.buffers.sums))
@@ -101,14 +105,14 @@ class TaskAttention:
         if not keys:
             return
         task, sums, kernel = self.schedule.tasks[number], self.buffers.sums, self.loop.differentiating(given.dlse)
-        q = self.buffers.queries(task)
+        q = self.buffers.rows_of(task, self.buffers.q, self.buffers.q_rows)
         dq = torch.zeros_like(q, dtype=sums)
         shape = (q.shape[0], 1, keys[-1].end - keys[0].first, self.buffers.head_dim)
         dk, dv = (q.new_zeros(shape, dtype=sums) for _ in range(2))
         for rows, columns, k, v, options in self._calls(number, keys):
             lse, dlse = for_backward(given.lse[:, :, rows], None if given.dlse is None else given.dlse[:, :, rows])
             dout, out = given.dout[:, :, rows], given.out[:, :, rows]
-            terms = kernel.backward(dout, dlse, q[:, :, rows], k, v, out, lse, options)
+            terms = kernel.backward(dout, dlse, q[:, :, rows], k, v, out=out, lse=lse, options=options)
             for total, term, at in zip((dq, dk, dv), terms, (rows, columns, columns)):
                 total[:, :, at] += term
         grads.add_queries(task, self.buffers.unfolded(dq, task))

@@ -204,7 +204,17 @@ def _encoded(
             results.append(FailedSlide(slide.name, slide.path, reason))
         else:
             assert kept[0] is not None
-            results.append(EncodedSlide(slide.name, slide.path, kept[0], slide.tiles.coords, slide.source, kept[1], slide.note))
+            results.append(
+                EncodedSlide(
+                    name=slide.name,
+                    path=slide.path,
+                    embedding=kept[0],
+                    coords=slide.tiles.coords,
+                    source=slide.source,
+                    tiles=kept[1],
+                    note=slide.note,
+                )
+            )
     return results
 
 

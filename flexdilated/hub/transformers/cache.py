@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from flexdilated.core.call import Call
 from flexdilated.core.integers import is_integer
-from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode import DilatedKVCache
-from flexdilated.hub.transformers.heads import HeadShard
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import first_real, shifted
 
@@ -69,10 +68,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         k: Tensor,
         v: Tensor,
         real: Tensor | None,
-        pattern: DilatedPattern,
-        shard: HeadShard | None,
-        scale: float,
-        sinks: Tensor | None,
+        call: Call,
     ) -> Tensor:
         """Attention of the tokens of the last update, `(B, T, H, D)`, over all that the layer has seen.
 
@@ -81,10 +77,7 @@ class DilatedCacheLayer(CacheLayerMixin):
             k: `(B, T, Hkv, D)`.
             v: As k.
             real: `(B, T)` bool: which tokens are no padding, which stands before a sequence. None: all.
-            pattern: Of the module's config.
-            shard: Which heads these are.
-            scale: Multiplies the scores.
-            sinks: `(H,)`: the score of one more key, of value 0.
+            call: The pattern of the module's config, which heads these are, scale and sinks.
 
         Raises:
             NotImplementedError: If another layer was given the same keys, or the first call is compiled.
@@ -101,24 +94,26 @@ class DilatedCacheLayer(CacheLayerMixin):
                     "with the model as it is"
                 )
             self.kv = DilatedKVCache(
-                pattern,
+                call.pattern,
                 batch_size=q.shape[0],
                 num_kv_heads=k.shape[2],
                 head_dim=k.shape[3],
                 max_length=self.max_length,
-                first_head=0 if shard is None else shard.first_key,
-                total_kv_heads=None if shard is None else shard.total_key,
+                first_head=call.first_head,
+                total_kv_heads=call.num_heads,
                 dtype=k.dtype,
                 device=k.device,
             )
             self.is_initialized = True
-        elif not torch.compiler.is_compiling() and self.kv.pattern != pattern:
-            raise ValueError(f"config.dilated_pattern must stay {self.kv.pattern} while a DilatedCache is in use, got {pattern}")
+        elif not torch.compiler.is_compiling() and self.kv.pattern != call.pattern:
+            raise ValueError(
+                f"config.dilated_pattern must stay {self.kv.pattern} while a DilatedCache is in use, got {call.pattern}"
+            )
         self.set_recording()
         self._is_waiting = False
         if real is None:
-            return self.kv.attend(q, k, v, scale=scale, sinks=sinks)
-        return attend_padded(self.kv, q, k, v, real, scale, sinks)
+            return self.kv.attend(q, k, v, scale=call.scale, sinks=call.sinks)
+        return attend_padded(self.kv, q, k, v, real, call)
 
     def set_recording(self) -> None:
         """Have the store record the call that follows, if it is to."""
@@ -253,12 +248,12 @@ def layer_of(key: Tensor) -> DilatedCacheLayer | None:
     return getattr(key, LAYER, None)
 
 
-def attend_padded(kv: DilatedKVCache, q: Tensor, k: Tensor, v: Tensor, real: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+def attend_padded(kv: DilatedKVCache, q: Tensor, k: Tensor, v: Tensor, real: Tensor, call: Call) -> Tensor:
     """`kv.attend` of tokens whose sequences begin where `real` `(B, T)` does."""
     check_padding(kv, real)
     shift = first_real(real)
     q, k, v = (shifted(x, shift) for x in (q, k, v))
-    return shifted(kv.attend(q, k, v, lengths=real.sum(-1), scale=scale, sinks=sinks), -shift)
+    return shifted(kv.attend(q, k, v, lengths=real.sum(-1), scale=call.scale, sinks=call.sinks), -shift)
 
 
 def check_padding(kv: DilatedKVCache, real: Tensor) -> None:

@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from flexdilated.attention import attend_with_sinks
+from flexdilated.attention import attend
 from flexdilated.core.call import Call
 from flexdilated.core.hardware import autocast_dtype
 from flexdilated.core.pieces import uncached
@@ -136,10 +136,11 @@ def dilated_attention_forward(
     q, k, v = _of_one_width(q, k, v)
     sinks = None if s_aux is None else sinks_here(s_aux, query.shape[1], shard)
     call = Call(
-        pattern,
-        is_causal,
-        scaling,
-        dropout,
+        pattern=pattern,
+        is_causal=is_causal,
+        scale=scaling,
+        dropout_p=dropout,
+        sinks=sinks,
         first_head=0 if shard is None else shard.first_key,
         num_heads=None if shard is None else shard.total_key,
         score_mod=None if softcap is None else uncached(_capped)(float(softcap)),
@@ -166,11 +167,11 @@ def dilated_attention_forward(
             cast = autocast_dtype(q.device)
             if cast is not None and q.dtype != torch.float64:
                 q, k, v = (x.to(cast) for x in (q, k, v))
-            out = layer.attend(q, k, v, seen, pattern, shard, scaling, sinks)
+            out = layer.attend(q, k, v, seen, call)
         elif num_keys != q.shape[1]:
-            out = _decode(q, k, v, attention_mask, borders, shard, call, sinks)
+            out = _decode(q, k, v, attention_mask, borders=borders, shard=shard, call=call)
         else:
-            out = _attend_whole(q, k, v, attention_mask, borders, call, sinks)
+            out = _attend_whole(q, k, v, attention_mask, borders, call)
     else:
         if dropped := [name for name in context.given if options.get(name) is None]:
             raise NotImplementedError(
@@ -183,7 +184,7 @@ def dilated_attention_forward(
         call = call._replace(
             mesh=context.mesh, exchange=context.exchange, cu_seqlens=borders, shard_lengths=options.get("shard_lengths")
         )
-        out = attend_with_sinks(q, k, v, call, sinks)
+        out, _ = attend(q, k, v, call)
     return out[..., : value.shape[3]].contiguous(), None
 
 
@@ -263,7 +264,6 @@ def _decode(
     borders: Tensor | None,
     shard: HeadShard | None,
     call: Call,
-    sinks: Tensor | None,
 ) -> Tensor:
     """Some queries over all keys of a cache, `(B, queries, H, D)`, by the pattern's rule on their positions.
 
@@ -297,9 +297,9 @@ def _decode(
     k, v = (x.to(dtype).masked_fill(ignored, 0.0) for x in (k, v))
     empty = (bias == -math.inf).all(-1, keepdim=True)
     bias = bias.masked_fill(empty, 0.0)  # or the gradients were NaN
-    if sinks is not None:
+    if call.sinks is not None:
         k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
-        bias = torch.cat([bias, sinks.to(dtype)[None, :, None, None].expand(*bias.shape[:3], 1)], dim=-1)
+        bias = torch.cat([bias, call.sinks.to(dtype)[None, :, None, None].expand(*bias.shape[:3], 1)], dim=-1)
     q_, k, v = (x.transpose(1, 2) for x in (q.to(dtype), k, v))
     if call.score_mod is not None:  # SDPA has no place for it
         k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
@@ -312,21 +312,19 @@ def _decode(
     return out.masked_fill(empty, 0.0).transpose(1, 2).to(q.dtype)
 
 
-def _attend_whole(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders: Tensor | None, call: Call, sinks: Tensor | None
-) -> Tensor:
+def _attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders: Tensor | None, call: Call) -> Tensor:
     """Whole sequences: packed, padded or neither."""
     if borders is not None:
         batch = q.shape[0]
         q, k, v = (rearrange(x, "b n h d -> 1 (b n) h d") for x in (q, k, v))
-        out = attend_with_sinks(q, k, v, call._replace(cu_seqlens=borders), sinks)
+        out, _ = attend(q, k, v, call._replace(cu_seqlens=borders))
         return rearrange(out, "1 (b n) h d -> b n h d", b=batch)
     if mask is None:
-        return attend_with_sinks(q, k, v, call, sinks)
+        return attend(q, k, v, call)[0]
     real = mask[:, 0, 0, : q.shape[1]] >= 0
     shift = first_real(real)
     q, k, v, padding = (shifted(x, shift) for x in (q, k, v, ~real))
-    return shifted(attend_with_sinks(q, k, v, call._replace(key_padding_mask=padding), sinks), -shift)
+    return shifted(attend(q, k, v, call._replace(key_padding_mask=padding))[0], -shift)
 
 
 @functools.lru_cache(maxsize=64)  # one function for all layers and steps

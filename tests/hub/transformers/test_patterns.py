@@ -196,7 +196,7 @@ def test_heads_for_any_model_of_the_library_run(head: str) -> None:
 def test_set_pattern_warns_of_what_the_heads_of_the_config_lose(
     pattern: DilatedPattern, architectures: list[str] | None, text: str | None
 ) -> None:
-    checks._check_losses.cache_clear()
+    checks.warn_of_losses.cache_clear()
     checks._warn.cache_clear()
     config = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=4, architectures=architectures)
     with warnings.catch_warnings(record=True) as warned:

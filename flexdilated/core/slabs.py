@@ -1,0 +1,183 @@
+"""Pieces as tensors: strided boxes of q, k, v and out, in slabs that one call of a kernel takes, as views where strides allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flexdilated.core.bounded_cache import PIECE, recent
+from flexdilated.core.pieces import Piece
+
+Part = tuple[slice, slice, slice, slice]  # of a box: sequences, segments, offsets, heads
+
+
+def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Iterator[Part]:
+    """Cut the (batch, segments) of a piece so that one packed tensor of a slab holds about `limit` bytes."""
+    per_slab = max(1, limit // max(1, bytes_per_segment))
+    batch_step = max(1, per_slab // piece.segments)
+    segment_step = min(piece.segments, per_slab)
+    for b in range(0, batch, batch_step):
+        for s in range(0, piece.segments, segment_step):
+            yield slice(b, b + batch_step), slice(s, s + segment_step), slice(None), slice(None)
+
+
+def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int, *, offsets_apart: bool) -> Iterator[Part]:
+    """Split a piece into parts that `fold` views without a copy, in tensors whose batch stride is `num_tokens` token strides.
+
+    A view has one stride for (sequence, segment) and one for the heads, so the loop is over the smaller of offsets and heads.
+    A sequence has `num_tokens` tokens, a key/value head has `group` query heads, and a launch takes a batch of at most `most`.
+    """
+    sequences, segments, offsets, heads = ([slice(None)] for _ in range(4))
+    if batch > 1 and piece.segments > 1 and piece.segments * piece.segment_stride != num_tokens:
+        if batch <= piece.segments:
+            sequences = _each(batch)
+        else:
+            segments = _each(piece.segments)
+    if piece.offsets > 1:
+        if offsets_apart or piece.offsets <= piece.heads:
+            offsets = _each(piece.offsets)
+        else:
+            heads = _each(piece.heads)
+    if group > 1 and piece.heads > 1 and piece.head_step > 1:  # query heads of different key heads have no common stride
+        heads = _each(piece.heads)
+    for b, s, o, h in product(sequences, segments, offsets, heads):
+        counts = (len(range(batch)[b]), len(range(piece.segments)[s]))
+        for some, those, *_ in slabs(piece._replace(segments=counts[1]), counts[0], 1, most):
+            yield some if counts[0] == batch else b, those if counts[1] == piece.segments else s, o, h
+
+
+def _each(count: int) -> list[slice]:
+    return [slice(i, i + 1) for i in range(count)]
+
+
+def box(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
+    """The rows of a piece in `x` `(B, N, H, D)` as one affine view `b s o h g r d`.
+
+    Sequence, segment, offset, key/value head, query head of it (`group` of them, or 1), row, element.
+
+    Args:
+        x: Any strides; `H` is `group` times the key/value heads.
+        piece: The box.
+        group: Query heads per key/value head: 1 for k and v.
+    """
+    size, strides, first = box_layout(piece, x.shape, x.stride(), group)
+    return x.as_strided(size, strides, x.storage_offset() + first)
+
+
+def box_layout(piece: Piece, size: Sequence[int], strides: Sequence[int], group: int) -> Layout:
+    """Size and strides of the `box` of a piece in a tensor `(B, N, H, D)`, and the elements before its first one."""
+    batch, token, query_head, dim = strides
+    head = query_head * group
+    return (
+        (size[0], piece.segments, piece.offsets, piece.heads, group, piece.rows, size[3]),
+        (
+            batch,
+            piece.segment_stride * token,
+            token + piece.offset_head_step * head,
+            piece.head_step * head,
+            query_head,
+            piece.row_stride * token,
+            dim,
+        ),
+        piece.token * token + piece.head * head,
+    )
+
+
+def fold(rows: Tensor, *, offsets_apart: bool = False) -> Tensor:
+    """A slab `b s o h g r d` as a kernel's `(b s o) (h g) r d`: a view where strides allow.
+
+    Where each offset has one head, offsets are the kernel's heads, `(b s) o r d`, unless they must stay `offsets_apart`: with key
+    heads shared by query heads, or a key padding mask.
+    """
+    return rows.reshape(_folded(rows, offsets_apart))
+
+
+def fold_view(rows: Tensor, *, offsets_apart: bool = False) -> Tensor | None:
+    """All rows of a slab as `fold` gives them, where strides make that a view, else None."""
+    layout = _fold_layout(rows.shape, rows.stride(), offsets_apart)
+    return None if layout is None else rows.as_strided(*layout)
+
+
+@dataclass(frozen=True, eq=False)
+class Slabs:
+    """Parts of pieces, in order, each of which is one call of a kernel; compared by identity.
+
+    Made by `slabs_of`, which gives the same object for equal arguments, so that `layouts` knows it.
+    """
+
+    pieces: tuple[Piece, ...]  # of each slab
+    parts: tuple[Part, ...]
+    offsets_apart: bool  # of `fold`
+
+
+@recent(size=lambda found, *arguments, **options: PIECE * len(found.parts))
+def slabs_of(
+    pieces: tuple[Piece, ...], batch: int, num_tokens: int, group: int, most: int, packed: int, offsets_apart: bool
+) -> Slabs:
+    """The pieces as slabs: `view_parts` of at most `most` softmaxes, or parts whose copies have at most `most` bytes.
+
+    `packed`: the bytes that a row of q has in a copy, 0 for views.
+    """
+    found = []
+    for piece in pieces:
+        if packed:
+            parts = slabs(piece, batch, piece.offsets * piece.heads * piece.rows * packed, most)
+        else:
+            parts = view_parts(piece, batch, num_tokens, group, most, offsets_apart=offsets_apart)
+        found += [(piece, part) for part in parts]
+    return Slabs(tuple(piece for piece, _ in found), tuple(part for _, part in found), offsets_apart)
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides, and elements before the first one
+
+
+class SlabLayout(NamedTuple):
+    """Where the rows of a slab are in a tensor, beyond its own storage offset."""
+
+    box: Layout  # b s o h g r d
+    view: Layout | None  # as `fold` gives them, where strides make that a view
+
+
+@recent(size=lambda found, *arguments: 2 * PIECE * len(found))
+def layouts(slabs: Slabs, size: tuple[int, ...], strides: tuple[int, ...], group: int) -> tuple[SlabLayout, ...]:
+    """The layouts of slabs in a tensor `(B, N, H, D)`, by its size and strides; it has `group` heads for each key/value head."""
+    found = []
+    for piece, part in zip(slabs.pieces, slabs.parts):
+        sizes, steps, start = box_layout(piece, size, strides, group)
+        chosen = [range(n)[some] for n, some in zip(sizes, part)]  # a view of a view
+        start += sum(some.start * step for some, step in zip(chosen, steps))
+        sizes = (*map(len, chosen), *sizes[len(chosen) :])
+        folded = _fold_layout(sizes, steps, slabs.offsets_apart)
+        found.append(SlabLayout((sizes, steps, start), None if folded is None else (*folded, start)))
+    return tuple(found)
+
+
+def _fold_layout(
+    size: Sequence[int], strides: Sequence[int], offsets_apart: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Size and strides of all rows of a slab `b s o h g r d` as `fold` gives them, or None where that is no view."""
+    h, g = size[3:5]
+    groups = ((6,), (5,), (3, 4), (0, 1, 2)) if offsets_apart or h * g > 1 else ((6,), (5,), (2, 3, 4), (0, 1))
+    sizes, steps, inner = [], [], 1
+    for dims in groups:
+        count, first = 1, inner  # a dim of size 1 has the stride of a contiguous one, as `Tensor.view` gives it
+        for dim in reversed(dims):
+            if size[dim] != 1:
+                if count == 1:
+                    first = strides[dim]
+                elif strides[dim] != count * first:
+                    return None
+                count *= size[dim]
+        sizes.append(count)
+        steps.append(first)
+        inner = count * first
+    return tuple(reversed(sizes)), tuple(reversed(steps))
+
+
+def _folded(rows: Tensor, offsets_apart: bool) -> tuple[int, int, int, int]:
+    b, s, o, h, g, r, d = rows.shape
+    return (b * s * o, h * g, r, d) if offsets_apart or h * g > 1 else (b * s, o, r, d)
