@@ -97,8 +97,8 @@ def forced(candidate: Candidate, launched: Callable[..., None] | None = None) ->
     launch = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which need not be there
     tiles_of = launch._tiles
 
-    def chosen(kernel: Any, *arguments: Any) -> Tiles:
-        return candidate.tiles if kernel.__name__ == candidate.kernel else tiles_of(kernel, *arguments)
+    def chosen(kernel: Any, *arguments: Any, **options: Any) -> Tiles:
+        return candidate.tiles if kernel.__name__ == candidate.kernel else tiles_of(kernel, *arguments, **options)
 
     with mock.patch.multiple(launch, _tiles=chosen, _launch=launched or launch._launch, SUMS=candidate.sums, PLANS={}):
         yield
