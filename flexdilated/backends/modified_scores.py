@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.backends.combine import heads_of, mix, read, tokens_of
@@ -53,11 +54,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         assert seed is not None
         with draws_of_its_own(spread(int(seed.item()), 1 + call.first_head), q.device):
             return _pieces(q, k, v, call)
-    if call.cu_seqlens is not None:
-        refuse_compiled_borders(call, "score_mod and mask_mod")
-        # Where a caller has left its graph for this, each function below would become a graph of its own.
+    refuse_compiled_borders(call, "score_mod and mask_mod")
+    traced = torch.compiler.is_compiling()
+    if call.cu_seqlens is not None or (is_transformed(q, k, v) and not traced):
+        # Where a caller has left its graph for this, each function below would become a graph of its own, without tangents.
         return torch.compiler.disable(_pieces)(q, k, v, call)
-    if torch.compiler.is_compiling() and is_symbolic(q.shape[1]):
+    if traced and is_symbolic(q.shape[1]):
         return _padded(q, k, v, call)
     return _pieces(q, k, v, call)
 
@@ -72,7 +74,7 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         plan_pieces(pattern, tuple((i * length, length) for i in range(count)), num_heads, call.is_causal, within)
         for _, length, count in runs
     ]
-    if any(piece.zero_keys for pieces in plans for piece in pieces):
+    if call.is_modified() and any(piece.zero_keys for pieces in plans for piece in pieces):
         refuse_zero_keys(q.shape[1])
     q, k, v = (order.take(x) for x in (q, k, v))
     if key_padding_mask is not None:
@@ -107,7 +109,11 @@ def attend_piece(
     if ignored is not None:
         hidden = read(ignored[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0]
     pairs = position[None, :, :, None, None, :, None], position[None, :, :, None, None, None, :]
-    return attend_lanes(read(q, piece, group=group), read(k, piece), read(v, piece), hidden, b, h, *pairs, call)
+    out, lse = attend_lanes(read(q, piece, group=group), read(k, piece), read(v, piece), hidden, b, h, *pairs, call)
+    if not piece.zero_keys:
+        return out, lse
+    shares, lse = normalised(torch.stack([lse, torch.full_like(lse, math.log(piece.zero_keys))]), dim=0)
+    return out * shares[0, ..., None], lse[0]
 
 
 def attend_lanes(
@@ -308,9 +314,9 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
     Autograd's own would be in that of `torch.autocast` where a backward is called inside it.
     """
     transformed = is_transformed(a, b)
-    if transformed and torch.compiler.is_compiling():
-        return a @ b
-    product: Any = _ProductWithTangent if transformed else _Product
+    if forward_ad._current_level >= 0 or (transformed and torch.compiler.is_compiling()):
+        return a @ b  # the tangents of a Function have no tangents (torch 2.13)
+    product: Any = _MappedProduct if transformed else _Product
     out: Tensor = product.apply(a, b)
     return out
 
@@ -323,7 +329,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -334,14 +339,7 @@ class _Product(torch.autograd.Function):
         return da, db
 
 
-class _ProductWithTangent(_Product):
-    """For torch.func and forward mode; the compiler takes no Function that has a `jvp`."""
+class _MappedProduct(_Product):
+    """For torch.func; the compiler takes no Function that says how it is mapped."""
 
     generate_vmap_rule = True
-
-    @staticmethod
-    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None) -> Tensor:
-        a, b = ctx.saved_tensors
-        terms = [] if da is None else [_multiply(da, b)]
-        terms += [] if db is None else [_multiply(a, db)]
-        return sum(terms[1:], start=terms[0])

@@ -107,8 +107,8 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int, where: str = "") -> tu
         )
     if is_mapped(cu_seqlens):
         raise NotImplementedError(
-            "cu_seqlens must be the same for every sample of torch.func.vmap with backend='reference', score_mod or mask_mod, got "
-            "mapped borders; loop over the samples, or use backend='sdpa' without functions"
+            "cu_seqlens must be the same for every sample of torch.func.vmap with backend='reference', score_mod or mask_mod, or "
+            "under a derivative of torch.func, got mapped borders; loop over the samples, or use backend='sdpa' without functions"
         )
     borders = cu_seqlens.tolist()
     if borders[0] != 0 or borders[-1] != num_tokens or any(b < a for a, b in pairwise(borders)):
