@@ -10,13 +10,11 @@ from flexdilated.backends.flex import engine as flex
 from flexdilated.core import reference, shifted
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.functorch import is_differentiated, is_mapped
-from flexdilated.core.hardware import is_symbolic
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a checked call."""
-    traced = torch.compiler.is_compiling()
-    request = call.request(q, k, v, dynamic=traced and is_symbolic(q.shape[1]))
+    traced, request = torch.compiler.is_compiling(), call.request(q, k, v)
     divided = call.part_of_heads(k.shape[2]) is not None
     asked, call = call.backend, call._replace(backend=choose(call.backend, request, divided=divided))
     if call.backend == "reference":

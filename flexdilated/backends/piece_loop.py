@@ -75,8 +75,7 @@ class PieceLoop:
         self.group = q.shape[2] // k.shape[2]
         self.detaches = flat.pattern.detach_weights
         self._engine = flat.engine
-        asked = {"masked": key_padding_mask is not None, "packed": cu_seqlens is not None, "dropout": flat.dropout_p > 0.0}
-        self._request = Request.of(q, k, **asked)
+        self._request = Request.of(q, k, key_padding_mask, cu_seqlens, flat.dropout_p)
         self.kernel = choose_kernel(flat.engine, self._request)
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
         self.options = Options(flat.is_causal, flat.scale, key_padding_mask)
