@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.backends.combine import heads_of, mix, read, tokens_of
+from flexdilated.backends.grids import Grid, draw_grids, locate, mix_branches, num_parts
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, refuse_draws_again, spread
-from flexdilated.backends.padded_grids import Grid, draw_grids, num_parts
 from flexdilated.backends.recorded import attend_recorded
 from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
@@ -241,11 +241,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     with without_autocast(q.device):
         results = [_branch(q, k, v, i, tokens, grid, call) for i, grid in enumerate(grids)]
-        weights, lse = normalised(torch.stack([lse for _, lse in results]), dim=0)  # (branches, B, N, H), (1, B, N, H)
-        mixed = torch.zeros_like(results[0][0])
-        for (out, _), weight in zip(results, weights.detach() if pattern.detach_weights else weights):
-            mixed = mixed + out * weight[..., None]
-    return mixed.to(q.dtype), lse[0].transpose(1, 2)
+        return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
 
 
 def _branch(
@@ -266,23 +262,16 @@ def _branch(
     offsets = torch.tensor([pattern.offset(branch, head, kv_heads) for head in run], device=device)  # (G,)
     lane = grid.lanes[:, None]
     kv_head, offset = run.start + lane % len(run), offsets[lane % len(run)]  # (L, 1)
-    first = lane // len(run) * length
-    last = (first + length).clamp(max=num_tokens) - 1
-    first = first.minimum(last)  # of segments that are padding; none of their rows is read
-
-    def locate(row: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens `(L, rows)`, and whether they are padding: then some token of the same segment, as functions may expect."""
-        token = first + offset + row * rate
-        return torch.where(token > last, first, token), token > last
+    first, branch_of_lane = lane // len(run) * length, Kept(length, rate, offset)
 
     # Padding holds zeros: what other tokens hold must not matter.
-    k_token, beyond = locate(grid.keys)
+    k_token, beyond = locate(grid.keys, first, branch_of_lane, num_tokens)
     k, v = (x[:, k_token, kv_head].masked_fill(beyond[..., None], 0.0)[:, :, None] for x in (k, v))
     hidden = beyond[None] if ignored is None else beyond | ignored[:, k_token]
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
     outs, lses = [], []
     for query in grid.queries.unbind():
-        q_token, beyond = locate(query // group)
+        q_token, beyond = locate(query // group, first, branch_of_lane, num_tokens)
         h = kv_head * group + query % group
         arguments = (
             q[:, q_token, h].masked_fill(beyond[..., None], 0.0)[:, :, None],
