@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from flexdilated.backends import flash, sdpa
 from flexdilated.backends.crossovers import prefer, unproven
 from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.kernel import Kernel
+from flexdilated.backends.math import operations_why_not
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core.request import Request as Request
 
@@ -19,6 +21,12 @@ def _reference_why_not(request: Request) -> str | None:
     return None
 
 
+def _untransformed_why_not(backend: str, request: Request) -> str | None:
+    if request.transformed:
+        return "no transform of torch.func or forward mode reaches its kernels; use backend='sdpa'"
+    return BACKENDS[backend](request)
+
+
 # Each entry says why it cannot run a request, or None.
 BACKENDS: dict[str, Callable[[Request], str | None]] = {
     "sdpa": sdpa.why_not,
@@ -26,6 +34,13 @@ BACKENDS: dict[str, Callable[[Request], str | None]] = {
     "triton": triton_engine.why_not,
     "flex": flex_kernel.why_not,
     "reference": _reference_why_not,
+}
+# The same for calls with functions, and under torch.func, whose derivatives reach into no kernel: "sdpa" is torch's own operations
+# for these, and no switch of SDPA's kernels turns them off.
+BY_OPERATIONS = BACKENDS | {
+    "sdpa": operations_why_not,
+    "flash": partial(_untransformed_why_not, "flash"),
+    "triton": partial(_untransformed_why_not, "triton"),
 }
 # Those that run under the one differentiable operation, with their kernels in order of preference.
 KERNEL_ENGINES: dict[str, Callable[[Request], tuple[Kernel, ...]]] = {
@@ -43,7 +58,7 @@ def why_not(backend: str, request: Request) -> str | None:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
-    return BACKENDS[backend](request)
+    return (BY_OPERATIONS if request.modified or request.transformed else BACKENDS)[backend](request)
 
 
 def choose(backend: str, request: Request, *, divided: bool = False) -> str:
@@ -58,7 +73,7 @@ def choose(backend: str, request: Request, *, divided: bool = False) -> str:
     if backend == "auto":
         reasons = {}
         for name in prefer(request):
-            reasons[name] = _divided_why_not(name, request, asked=False) if divided else BACKENDS[name](request)
+            reasons[name] = _divided_why_not(name, request, asked=False) if divided else why_not(name, request)
             if reasons[name] is None:
                 reasons[name] = unproven(name, request) or (triton_engine.why_not_unasked(request) if name == "triton" else None)
             if reasons[name] is None:
@@ -82,12 +97,12 @@ def choose_kernel(engine: str, request: Request) -> Kernel:
     for kernel in KERNEL_ENGINES[engine](request):
         if kernel.why_not(request) is None:
             return kernel
-    raise NotImplementedError(f"backend {engine!r} cannot run this on {request.hardware.name}: {BACKENDS[engine](request)}")
+    raise NotImplementedError(f"backend {engine!r} cannot run this on {request.hardware.name}: {why_not(engine, request)}")
 
 
 def _divided_why_not(name: str, request: Request, *, asked: bool) -> str | None:
     if name == "flex" and asked:
-        return BACKENDS[name](replace(request, wants_lse=True))
+        return why_not(name, replace(request, wants_lse=True))
     if name not in KERNEL_ENGINES:
         return f"it computes whole sequences of all heads, not shards; use backend={next(iter(KERNEL_ENGINES))!r}"
-    return BACKENDS[name](request)
+    return why_not(name, request)

@@ -9,12 +9,12 @@ from flexdilated.backends import choose, fused_op, modified_scores, portable
 from flexdilated.backends.flex import engine as flex
 from flexdilated.core import reference, shifted
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
-from flexdilated.core.hardware import is_symbolic
+from flexdilated.core.functorch import is_differentiated, is_mapped
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a checked call."""
-    request = call.request(q, k, v, dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]))
+    traced, request = torch.compiler.is_compiling(), call.request(q, k, v)
     divided = call.part_of_heads(k.shape[2]) is not None
     asked, call = call.backend, call._replace(backend=choose(call.backend, request, divided=divided))
     if call.backend == "reference":
@@ -25,9 +25,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         return _functions(q, k, v, call)
     if call.backend == "flex" and not portable.writes_onnx():
         return flex.attend(q, k, v, call)
-    if call.is_modified():
+    if call.is_modified() or (request.transformed and not traced and not _is_by_sample(q, k, v, call)):
         return modified_scores.attend(q, k, v, call)
     return portable.attend(q, k, v, call) if portable.writes_onnx() else fused_op.attend(q, k, v, call)
+
+
+def _is_by_sample(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
+    """Whether torch.func.vmap alone is at work, over borders: they can be read in an operator, called for each sample."""
+    return call.cu_seqlens is not None and is_mapped(call.cu_seqlens) and not is_differentiated(q, k, v)
 
 
 def _functions(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:

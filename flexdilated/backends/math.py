@@ -1,4 +1,4 @@
-"""Attention by plain tensor operations, some queries at a time: every device and dtype, dropout, tangents."""
+"""Attention by plain tensor operations, some queries at a time: every device and dtype, dropout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from flexdilated.core.request import Request
 SCORES = 1 << 24  # at once: 64 MiB in float32
 
 
+def operations_why_not(request: Request) -> str | None:
+    """Why torch's own operations cannot compute a request, or None."""
+    return "MPS has no float64" if request.hardware.device_type == "mps" and request.dtype == torch.float64 else None
+
+
 def _why_not(request: Request) -> str | None:
-    if request.hardware.device_type == "mps" and request.dtype == torch.float64:
-        return "MPS has no float64"
-    return disabled("math_sdp_enabled")
+    return operations_why_not(request) or disabled("math_sdp_enabled")
 
 
 def _rows(q: Tensor, k: Tensor) -> range:
@@ -85,29 +88,6 @@ def _backward(
         dq[:, :, rows] = dscores @ k
         dk += dscores.transpose(-1, -2) @ q_i
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
-
-
-def differential(
-    tangents: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
-    """`sum p (dscore v + dv)` and `sum p dscore` over the keys, by plain tensor operations whatever kernel computed lse.
-
-    `dscore = scale (dq k^T + q dk^T)` and `p = exp(score - lse)`, where lse may be the mixture's. Boxes and options are those of
-    `Kernel.forward`, lse is that of `for_backward`, the tangents `dq, dk, dv` of the shapes of q, k and v.
-    """
-    group = q.shape[1] // k.shape[1]
-    dq, dk, dv, q, k, v = (x.to(accumulated(x.dtype)) for x in (*tangents, q, k, v))
-    dk, dv, k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (dk, dv, k, v))
-    outs, sums = [], []
-    starts = _rows(q, k)
-    for start, drop in zip(starts, _dropouts(q, k, starts, options.dropout)):
-        rows = slice(start, start + starts.step)
-        weights = torch.exp(_scores(q[:, :, rows], k, start, options) - lse[:, :, rows, None])
-        dscores = (dq[:, :, rows] @ k.transpose(-1, -2) + q[:, :, rows] @ dk.transpose(-1, -2)) * options.scale
-        moved = weights * dscores
-        outs.append(drop(moved) @ v + drop(weights) @ dv)
-        sums.append(moved.sum(dim=-1))
-    return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
 
 MATH = Kernel("math", _why_not, _forward, _backward, shares_kv=False)

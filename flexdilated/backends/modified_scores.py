@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.backends.combine import heads_of, mix, read, tokens_of
+from flexdilated.backends.grids import Grid, draw_grids, locate, mix_branches, num_parts
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, refuse_draws_again, spread
-from flexdilated.backends.padded_grids import Grid, draw_grids, num_parts
 from flexdilated.backends.recorded import attend_recorded
 from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
@@ -53,11 +54,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         assert seed is not None
         with draws_of_its_own(spread(int(seed.item()), 1 + call.first_head), q.device):
             return _pieces(q, k, v, call)
-    if call.cu_seqlens is not None:
-        refuse_compiled_borders(call, "score_mod and mask_mod")
-        # Where a caller has left its graph for this, each function below would become a graph of its own.
+    refuse_compiled_borders(call, "score_mod and mask_mod")
+    traced = torch.compiler.is_compiling()
+    if call.cu_seqlens is not None or (is_transformed(q, k, v) and not traced):
+        # Where a caller has left its graph for this, each function below would become a graph of its own, without tangents.
         return torch.compiler.disable(_pieces)(q, k, v, call)
-    if torch.compiler.is_compiling() and is_symbolic(q.shape[1]):
+    if traced and is_symbolic(q.shape[1]):
         return _padded(q, k, v, call)
     return _pieces(q, k, v, call)
 
@@ -72,7 +74,7 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         plan_pieces(pattern, tuple((i * length, length) for i in range(count)), num_heads, call.is_causal, within)
         for _, length, count in runs
     ]
-    if any(piece.zero_keys for pieces in plans for piece in pieces):
+    if call.is_modified() and any(piece.zero_keys for pieces in plans for piece in pieces):
         refuse_zero_keys(q.shape[1])
     q, k, v = (order.take(x) for x in (q, k, v))
     if key_padding_mask is not None:
@@ -110,7 +112,11 @@ def attend_piece(
         hidden = read(ignored[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0]
     pairs = position[None, :, :, None, None, :, None], position[None, :, :, None, None, None, :]
     rows = read(q, piece, group=group), read(k, piece), read(v, piece)
-    return attend_lanes(*rows, hidden, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call)
+    out, lse = attend_lanes(*rows, hidden, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call)
+    if not piece.zero_keys:
+        return out, lse
+    shares, lse = normalised(torch.stack([lse, torch.full_like(lse, math.log(piece.zero_keys))]), dim=0)
+    return out * shares[0, ..., None], lse[0]
 
 
 def attend_lanes(
@@ -238,11 +244,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     with without_autocast(q.device):
         results = [_branch(q, k, v, branch=i, tokens=tokens, grid=grid, call=call) for i, grid in enumerate(grids)]
-        weights, lse = normalised(torch.stack([lse for _, lse in results]), dim=0)  # (branches, B, N, H), (1, B, N, H)
-        mixed = torch.zeros_like(results[0][0])
-        for (out, _), weight in zip(results, weights.detach() if pattern.detach_weights else weights):
-            mixed = mixed + out * weight[..., None]
-    return mixed.to(q.dtype), lse[0].transpose(1, 2)
+        return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
 
 
 def _branch(
@@ -263,23 +265,16 @@ def _branch(
     offsets = torch.tensor([pattern.offset(branch, head, kv_heads) for head in run], device=device)  # (G,)
     lane = grid.lanes[:, None]
     kv_head, offset = run.start + lane % len(run), offsets[lane % len(run)]  # (L, 1)
-    first = lane // len(run) * length
-    last = (first + length).clamp(max=num_tokens) - 1
-    first = first.minimum(last)  # of segments that are padding; none of their rows is read
-
-    def locate(row: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens `(L, rows)`, and whether they are padding: then some token of the same segment, as functions may expect."""
-        token = first + offset + row * rate
-        return torch.where(token > last, first, token), token > last
+    first, branch_of_lane = lane // len(run) * length, Kept(length, rate, offset)
 
     # Padding holds zeros: what other tokens hold must not matter.
-    k_token, beyond = locate(grid.keys)
+    k_token, beyond = locate(grid.keys, first, branch_of_lane, num_tokens)
     k, v = (x[:, k_token, kv_head].masked_fill(beyond[..., None], 0.0)[:, :, None] for x in (k, v))
     hidden = beyond[None] if ignored is None else beyond | ignored[:, k_token]
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
     outs, lses = [], []
     for query in grid.queries.unbind():
-        q_token, beyond = locate(query // group)
+        q_token, beyond = locate(query // group, first, branch_of_lane, num_tokens)
         h = kv_head * group + query % group
         arguments = (
             q[:, q_token, h].masked_fill(beyond[..., None], 0.0)[:, :, None],
@@ -311,9 +306,9 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
     Autograd's own would be in that of `torch.autocast` where a backward is called inside it.
     """
     transformed = is_transformed(a, b)
-    if transformed and torch.compiler.is_compiling():
-        return a @ b
-    product: Any = _ProductWithTangent if transformed else _Product
+    if forward_ad._current_level >= 0 or (transformed and torch.compiler.is_compiling()):
+        return a @ b  # the tangents of a Function have no tangents (torch 2.13)
+    product: Any = _MappedProduct if transformed else _Product
     out: Tensor = product.apply(a, b)
     return out
 
@@ -326,7 +321,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -337,14 +331,7 @@ class _Product(torch.autograd.Function):
         return da, db
 
 
-class _ProductWithTangent(_Product):
-    """For torch.func and forward mode; the compiler takes no Function that has a `jvp`."""
+class _MappedProduct(_Product):
+    """For torch.func; the compiler takes no Function that says how it is mapped."""
 
     generate_vmap_rule = True
-
-    @staticmethod
-    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None) -> Tensor:
-        a, b = ctx.saved_tensors
-        terms = [] if da is None else [_multiply(da, b)]
-        terms += [] if db is None else [_multiply(a, db)]
-        return sum(terms[1:], start=terms[0])

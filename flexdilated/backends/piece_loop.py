@@ -1,4 +1,4 @@
-"""Loop over all pieces of a pattern and run a kernel on each: forward, backward and tangent.
+"""Loop over all pieces of a pattern and run a kernel on each: forward and backward.
 
 Every piece's backward is called with the output and the log-sum-exp of the whole mixture; since `exp(score - lse)` is then the
 pair's weight in the one softmax over all branches, the gradients of the pieces add up to the exact gradient. Under `detach_weights`
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flexdilated.backends import choose_kernel
 from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, spread
-from flexdilated.backends.math import differential
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.lse import accumulated, add_zero_keys_, for_backward, merge_
@@ -74,8 +73,7 @@ class PieceLoop:
         self.group = q.shape[2] // k.shape[2]
         self.detaches = flat.pattern.detach_weights
         self._engine = flat.engine
-        asked = {"masked": key_padding_mask is not None, "packed": cu_seqlens is not None, "dropout": flat.dropout_p > 0.0}
-        self._request = Request.of(q, k, **asked)
+        self._request = Request.of(q, k, key_padding_mask, cu_seqlens, flat.dropout_p)
         self.kernel = choose_kernel(flat.engine, self._request)
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
         self.options = Options(flat.is_causal, flat.scale, key_padding_mask)
@@ -246,30 +244,3 @@ def backward(
             else:
                 loop.add(slab, rows, term)
     return dq, dk, dv
-
-
-def tangent(
-    tangents: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, loop: PieceLoop
-) -> tuple[Tensor, Tensor]:
-    """`dout, dlse` for the tangents `dq, dk, dv`.
-
-    With `p = exp(score - lse)` of the mixture, `dlse = sum p dscore` and `dout = sum p (dscore v + dv) - dlse out`, where the sums
-    run over the pieces too. Zero keys move nothing. Under `detach_weights` a piece's share of dlse meets its own output instead.
-    """
-    dout, dlse = torch.zeros_like(out, dtype=lse.dtype), torch.zeros_like(lse)
-    lse, _ = for_backward(lse, None)
-    given, moving = (
-        (Rows(loop.plan, x[0], loop.group), Rows(loop.plan, x[1]), Rows(loop.plan, x[2])) for x in ((q, k, v), tangents)
-    )
-    out_rows, lse_rows, dout_rows, dlse_rows = (
-        Rows(loop.plan, x, loop.group) for x in (out, lse.transpose(1, 2)[..., None], dout, dlse.transpose(1, 2)[..., None])
-    )
-    for slab in loop.slabs():
-        inputs, lse_i = loop.inputs(slab, *given), lse_rows.read(slab).select(3, 0)
-        moved, dlse_i = differential(loop.inputs(slab, *moving), *inputs, lse_i, slab.options)
-        out_i = loop.attend(slab, inputs)[0] if loop.detaches else out_rows.read(slab)
-        dlse_i = dlse_i[..., None]
-        for total, term in ((dout_rows, moved - dlse_i * out_i), (dlse_rows, dlse_i)):
-            rows = total.box(slab)
-            rows.add_(term.view(rows.shape))
-    return dout.to(out.dtype), dlse

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdilated.backends.grids import locate, mix_branches
+from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.hardware import answers_while_traced
-from flexdilated.core.lse import accumulated
+from flexdilated.core.lse import accumulated, normalised
 from flexdilated.core.pattern import DilatedPattern
 
 
@@ -47,10 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 
 
 def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """What the operator `flexdilated::mixture` gives for the same arguments.
-
-    `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`.
-    """
+    """What the operator `flexdilated::mixture` gives for the same arguments."""
     inputs, flat = Inputs(*arguments[:6]), Flat(*arguments[6:])
     q, k, v, ignored = inputs[:4]
     _check(flat.pattern, q.shape[1], inputs.cu_seqlens, flat.dropout_p)
@@ -60,12 +59,7 @@ def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
     within = range(flat.first_head, flat.first_head + k.shape[2])
     branches = range(len(flat.pattern.branches))
     parts = [_branch(q, k, v, ignored=ignored, flat=flat, branch=i, within=within) for i in branches if _heads(flat, i, within)]
-    lses = torch.stack([lse for _, lse in parts])  # (branches, B, N, H)
-    reached = (lses > -math.inf).any(dim=0)
-    lses = lses.masked_fill(~reached, 0.0)
-    total = torch.logsumexp(lses, dim=0)
-    out = (torch.stack([out for out, _ in parts]) * torch.softmax(lses, dim=0)[..., None]).sum(dim=0)
-    return out.to(q.dtype), total.masked_fill(~reached, -math.inf).transpose(1, 2)
+    return mix_branches(parts, q.dtype, detach_weights=flat.pattern.detach_weights)
 
 
 def _check(pattern: DilatedPattern, num_tokens: int, cu_seqlens: Tensor | None, dropout_p: float) -> None:
@@ -109,31 +103,24 @@ def _branch(
     lane, batch = softmax % lanes, softmax // (num_segments * lanes)
     start = (softmax // lanes - batch * num_segments) * length  # not by %: the ONNX exporter has none for symbols
     row = torch.arange(num_rows, device=device)
-    position = row * rate + offset[lane]  # (Z, R), in the segment
-    token = start + position
-    real = (position < length) & (token < num_tokens)
-    source = token.clamp(max=num_tokens - 1)
+    token, beyond = locate(row, start, Kept(length, rate, offset[lane]), num_tokens)  # (Z, R)
 
     def rows(x: Tensor, head: Tensor) -> Tensor:
-        return x[batch, source, head].to(accumulated(x.dtype)).masked_fill(~real[..., None], 0.0)  # (Z, R, D)
+        return x[batch, token, head].to(accumulated(x.dtype)).masked_fill(beyond[..., None], 0.0)  # (Z, R, D)
 
-    visible = real if ignored is None else real & ~ignored[batch, source]
+    visible = ~beyond if ignored is None else ~(beyond | ignored[batch, token])
     if pattern.zero_padding and not flat.is_causal:
         # Rows behind the last token are keys, of zeros: those of a whole segment, or up to a multiple of the rate in a shorter one.
         whole = torch.full((), num_tokens, device=device) > length
-        visible = visible | ~real & (whole | (position < num_tokens + -num_tokens % rate))
+        visible = visible | beyond & (whole | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
     visible = visible[:, None]
     if flat.is_causal:
         visible = visible & (row <= row[:, None])
 
     head = first + lane
     scores = torch.bmm(rows(q, head), rows(k, head // group).transpose(1, 2)) * flat.scale
-    scores = scores.masked_fill(~visible, -math.inf)
-    reached = (scores > -math.inf).any(dim=-1, keepdim=True)
-    scores = scores.masked_fill(~reached, 0.0)
-    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    out = torch.bmm(torch.softmax(scores, dim=-1).masked_fill(~reached, 0.0), rows(v, head // group))
-    lse = lse.masked_fill(~reached, -math.inf)[..., 0]
+    weights, lse = normalised(scores.masked_fill(~visible, -math.inf), dim=-1)
+    out, lse = torch.bmm(weights, rows(v, head // group)), lse[..., 0]
 
     n, lane = torch.arange(num_tokens, device=device)[:, None], torch.arange(lanes, device=device)
     segment = n // length

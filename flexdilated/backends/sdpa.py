@@ -20,9 +20,6 @@ LEAST_CUDNN = 91501  # `check_prefer_cudnn_attention` in torch's sdp_utils.cpp, 
 
 def why_not(request: Request) -> str | None:
     """Why this engine cannot run a request, or None."""
-    if request.modified:
-        reason = MATH.why_not(request)
-        return reason and f"no SDPA kernel has score_mod or mask_mod, and torch operations count as SDPBackend.MATH: {reason}"
     reasons = []
     for kernel in KERNELS:
         reason = kernel.why_not(request)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.core.custom_op import Flat
 from flexdilated.core.functorch import is_mapped, is_transformed
-from flexdilated.core.hardware import holds_values
+from flexdilated.core.hardware import holds_values, is_symbolic
 from flexdilated.core.pattern import DilatedPattern, encode
 from flexdilated.core.pieces import uncached
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -68,18 +68,19 @@ class Call(NamedTuple):
         assert self.scale is not None
         return self.scale
 
-    def request(self, q: Tensor, k: Tensor, v: Tensor, *, dynamic: bool = False) -> Request:
-        """What it asks of an engine; `dynamic`: for a number of tokens that is a symbol."""
+    def request(self, q: Tensor, k: Tensor, v: Tensor) -> Request:
+        """What it asks of an engine."""
         return Request.of(
             q,
             k,
-            masked=self.key_padding_mask is not None,
-            dropout=self.dropout_p > 0.0,
+            self.key_padding_mask,
+            self.cu_seqlens,
+            self.dropout_p,
             modified=self.is_modified(),
             differentiable=torch.is_grad_enabled() and (self.learns or q.requires_grad or k.requires_grad or v.requires_grad),
             transformed=is_transformed(q, k, v),
             wants_lse=self.return_lse,
-            dynamic=dynamic,
+            dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]),
         )
 
     def flat(self) -> Flat:
@@ -114,8 +115,8 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int, where: str = "") -> tu
         )
     if is_mapped(cu_seqlens):
         raise NotImplementedError(
-            "cu_seqlens must be the same for every sample of torch.func.vmap with backend='reference', score_mod or mask_mod, got "
-            "mapped borders; loop over the samples, or use backend='sdpa' without functions"
+            "cu_seqlens must be the same for every sample of torch.func.vmap with backend='reference', score_mod or mask_mod, or "
+            "under a derivative of torch.func, got mapped borders; loop over the samples, or use backend='sdpa' without functions"
         )
     borders = cu_seqlens.tolist()
     if borders[0] != 0 or borders[-1] != num_tokens or any(b < a for a, b in pairwise(borders)):

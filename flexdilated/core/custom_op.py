@@ -91,9 +91,18 @@ def schema_of(fields: type[tuple[Any, ...]]) -> str:
 def declare(
     name: str, arguments: str, num_outputs: int, run: Callable[..., tuple[Tensor, ...]], tags: Sequence[torch.Tag] = ()
 ) -> Any:
-    """A custom operator of tensors and options that writes to none of them."""
+    """A custom operator of tensors and options that writes to none of them; `torch.func.vmap` calls it for each sample."""
     schema = f"({arguments}) -> ({', '.join(['Tensor'] * num_outputs)})"
-    return torch.library.custom_op(f"flexdilated::{name}", run, mutates_args=(), schema=schema, tags=tags)
+    made = torch.library.custom_op(f"flexdilated::{name}", run, mutates_args=(), schema=schema, tags=tags)
+
+    def by_sample(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
+        samples = (
+            (x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(given, in_dims)) for i in range(info.batch_size)
+        )
+        return tuple(torch.stack(xs) for xs in zip(*(made(*sample) for sample in samples))), (0,) * num_outputs
+
+    made.register_vmap(by_sample)
+    return made
 
 
 def operator(

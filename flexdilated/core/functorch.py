@@ -15,6 +15,7 @@ from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
     peek_interpreter_stack,
 )
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
@@ -63,6 +64,13 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     return False
 
 
+def is_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether torch.func or forward mode takes a derivative of what is made of tensors; `vmap` alone takes none."""
+    if torch._C._are_functorch_transforms_active():
+        return any(x is not None and _is_wrapped(x, is_gradtrackingtensor) for x in tensors)
+    return is_transformed(*tensors)
+
+
 def refuse_traced_derivatives(*, of_operators: bool = True) -> None:
     """Reject tracing under torch.func, except one `vmap`: the compiler would differentiate wrongly or not at all.
 
@@ -108,8 +116,12 @@ def may_draw() -> AbstractContextManager[object]:
 
 def is_mapped(x: Tensor) -> bool:
     """Whether torch.func.vmap maps over a tensor: its values then differ from sample to sample, and cannot be read."""
+    return _is_wrapped(x, is_batchedtensor)
+
+
+def _is_wrapped(x: Tensor, kind: Callable[[Tensor], bool]) -> bool:
     while not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(x):
-        if is_batchedtensor(x):
+        if kind(x):
             return True
         x = get_unwrapped(x)
     return False

@@ -12,7 +12,11 @@ from flexdilated.core.hardware import Hardware, detect
 
 @dataclass(frozen=True)
 class Request:
-    """One attention call, by everything that an engine's choice depends on."""
+    """One attention call, by everything that an engine's choice depends on.
+
+    A kernel of that engine is chosen when its operator runs. It is asked by what tensors tell, of which `of` makes the same record
+    again. What the caller wants is no argument of operators: a graph would then hold for one grad mode alone.
+    """
 
     hardware: Hardware
     dtype: torch.dtype  # of q, k and v
@@ -20,16 +24,29 @@ class Request:
     group: int = 1  # query heads per key/value head
     masked: bool = False  # by a key padding mask
     dropout: bool = False
+    packed: bool = False  # documents, whose lengths change from call to call
+    num_tokens: int = 0  # per sequence, or of all packed documents
+    dlse: bool = False  # a backward is asked for, with a gradient of lse
+    # What the caller wants.
     modified: bool = False  # by a score or mask function
     differentiable: bool = False  # a gradient may be asked for
     transformed: bool = False  # torch.func or forward-mode differentiation is at work
     wants_lse: bool = False
-    dlse: bool = False  # a backward is asked for, with a gradient of lse
-    packed: bool = False  # documents, whose lengths change from call to call
-    num_tokens: int = 0  # per sequence, or of all packed documents
-    dynamic: bool = False  # that number is a symbol, in compiled code that is to hold for several
+    dynamic: bool = False  # that number of tokens is a symbol, in compiled code that is to hold for several
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, **asked: bool) -> Request:
-        """What a call with queries `(B, N, H, D)` and keys `(B, N, Hkv, D)` asks, beside their sizes."""
-        return cls(detect(q.device), q.dtype, q.shape[3], q.shape[2] // k.shape[2], num_tokens=q.shape[1], **asked)
+    def of(
+        cls, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, dropout_p: float, **wanted: bool
+    ) -> Request:
+        """What a call with queries `(B, N, H, D)` and keys `(B, N, Hkv, D)` asks; `wanted`: what the caller wants."""
+        return cls(
+            detect(q.device),
+            q.dtype,
+            head_dim=q.shape[3],
+            group=q.shape[2] // k.shape[2],
+            masked=key_padding_mask is not None,
+            dropout=dropout_p > 0.0,
+            packed=cu_seqlens is not None,
+            num_tokens=q.shape[1],
+            **wanted,
+        )

@@ -19,7 +19,7 @@ from flexdilated.core.checks import check, refuse_shards_of_torch
 from flexdilated.core.collective_order import refuse_regions, unknown
 from flexdilated.core.custom_op import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.core.functorch import is_transformed
-from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, outside_graphs, without_autocast
+from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, outside_graphs, without_autocast
 from flexdilated.distributed.consistency import compare, miss_call, one_call
 from flexdilated.distributed.mesh import group_of, process_group
 from flexdilated.distributed.planner.plan import ContextPlan
@@ -66,7 +66,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
             raise NotImplementedError(
                 "mesh must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
             )
-        request = call.request(q, k, v, dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]))
+        request = call.request(q, k, v)
         call = call._replace(backend=choose(call.backend, request, divided=True))
         by_autograd = call.is_modified() or call.backend == "flex"
         if by_autograd and call.exchange == "ring":

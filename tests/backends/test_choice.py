@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,18 +197,23 @@ def test_attention_never_replaces_a_named_engine() -> None:
 
 
 @pytest.mark.parametrize("mods", [{"score_mod": lambda s, *_: s}, {"mask_mod": lambda b, h, i, j: i >= j}])
-def test_functions_run_as_the_math_backend(mods: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_no_switch_of_kernels_reaches_functions(mods: dict[str, Any], backend: str) -> None:
     q, k, v, _, _ = Case(PATTERN).tensors()
-    message = (
-        "backend 'sdpa' cannot run this on cpu: no SDPA kernel has score_mod or mask_mod, and torch operations count as "
-        "SDPBackend.MATH: it is switched off (torch.nn.attention.sdpa_kernel)"
-    )
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(NotImplementedError) as error:
-        dilated_attention(q, k, v, PATTERN, backend="sdpa", **mods)
-    assert str(error.value) == message
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        out = dilated_attention(q, k, v, PATTERN, backend="sdpa", **mods)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = dilated_attention(q, k, v, PATTERN, backend=backend, **mods)
     torch.testing.assert_close(out, reference.dilated_attention(q, k, v, PATTERN, **mods)[0], **EXACT)
+
+
+@pytest.mark.parametrize("asked", [{"modified": True}, {"transformed": True}], ids=str)
+def test_functions_and_transforms_have_rows_of_their_own(asked: dict[str, object]) -> None:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert backends.why_not("sdpa", request(**asked)) is None
+    assert backends.why_not("sdpa", request(hardware=MPS, dtype=torch.float64, **asked)) == "MPS has no float64"
+    hopper = request(hardware=simulate("sm_90"), dtype=torch.bfloat16, head_dim=64, **asked)
+    for name in ("flash", "triton"):
+        assert re.search("no (score_mod|transform of torch.func)", str(backends.why_not(name, hopper)))
+    assert backends.choose("auto", replace(hopper, modified=False, transformed=True)) == "sdpa"
 
 
 # -- kernels ------------------------------------------------------------------------------------------------------------------

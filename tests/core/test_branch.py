@@ -26,7 +26,7 @@ from flexdilated import (
     reference,
 )
 from flexdilated.backends import portable
-from flexdilated.backends.padded_grids import draw_grids
+from flexdilated.backends.grids import draw_grids
 from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call
 from flexdilated.core.pattern import decode, encode

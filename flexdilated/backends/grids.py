@@ -2,7 +2,8 @@
 
 Pieces are exact boxes, and which boxes there are depends on every remainder of the number of tokens: each set needs a graph of its
 own. In a grid the last segment is padded to the size of the others. Its sizes are those of an opaque operator's outputs: symbols of
-their own, where expressions of the number of tokens would have the compiler reason about every quotient.
+their own, where expressions of the number of tokens would have the compiler reason about every quotient. Portable programs, which
+hold no such operator, say sizes by expressions; what a row is, and how branches are mixed, is the same.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.branch import ceil_div
+from flexdilated.core.branch import Kept, ceil_div
 from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.hardware import is_symbolic
+from flexdilated.core.lse import normalised
 from flexdilated.core.pattern import DilatedPattern, decode, encode
 from flexdilated.core.pieces import plan_pieces
 
@@ -29,6 +31,29 @@ class Grid(NamedTuple):
     lanes: Tensor  # (L,): `segment * heads of the branch + head`
     queries: Tensor  # (parts, M): `row * group + query head of the group` of every query, a part of them at a time
     keys: Tensor  # (R,): rows
+
+
+def locate(row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The tokens of rows of segments that begin at `first`, and whether they are padding.
+
+    Padding has some token of the same segment, as functions may expect.
+    """
+    last = (first + kept.length).clamp(max=num_tokens) - 1
+    first = first.minimum(last)  # of segments that are padding; none of their rows is read
+    token = first + kept.offset + row * kept.rate
+    return torch.where(token > last, first, token), token > last
+
+
+def mix_branches(branches: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of branches, of each its out `(B, N, H, D)` and its lse `(B, N, H)`.
+
+    `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`.
+    """
+    weights, lse = normalised(torch.stack([lse for _, lse in branches]), dim=0)  # (branches, B, N, H), (1, B, N, H)
+    mixed = torch.zeros_like(branches[0][0])
+    for (out, _), weight in zip(branches, weights.detach() if detach_weights else weights):
+        mixed = mixed + out * weight[..., None]
+    return mixed.to(dtype), lse[0].transpose(1, 2)
 
 
 def draw_grids(
