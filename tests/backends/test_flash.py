@@ -461,8 +461,7 @@ def test_import_of_the_library_leaves_the_package_alone(tmp_path: Path) -> None:
 def test_flash_equals_the_reference(kernel: str, name: str, package: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     place(kernel, monkeypatch)
     case = CASES[name]
-    for a, e in zip(run_engine(case, "flash"), run_reference(case)):
-        torch.testing.assert_close(a, e, **EXACT)
+    torch.testing.assert_close(run_engine(case, "flash"), run_reference(case), **EXACT)
     assert package.count("backward") > 0
 
 
@@ -560,8 +559,7 @@ def test_kernel_takes_an_lse_of_any_strides(anywhere: Calls) -> None:
     out, lse = kernel.forward(q, k, v, Options(False, 0.4))
     turned = lse.transpose(1, 2).contiguous().transpose(1, 2)
     expected = kernel.run_backward(dout, q, k, v, out, lse, Options(False, 0.4))
-    for a, e in zip(kernel.run_backward(dout, q, k, v, out, turned, Options(False, 0.4)), expected):
-        assert torch.equal(a, e)
+    assert all(map(torch.equal, kernel.run_backward(dout, q, k, v, out, turned, Options(False, 0.4)), expected))
 
 
 def strided(heads: int, fill: float, *, head_dim: int = 8) -> tuple[Tensor, Tensor]:
@@ -636,8 +634,7 @@ def test_compiled_flash_equals_eager(anywhere: Calls) -> None:
     expected = differentiate(attend, *case.tensors())
     seen = len(anywhere)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for a, e in zip(differentiate(compiled, *case.tensors()), expected):
-        torch.testing.assert_close(a, e, **EXACT)
+    torch.testing.assert_close(differentiate(compiled, *case.tensors()), expected, **EXACT)
     assert anywhere[seen:] == anywhere[:seen]
 
 
@@ -653,8 +650,9 @@ def test_compiler_traces_the_choice_of_a_package(level: str, kernel: str, packag
 
     tensors = case.tensors(torch.float16)
     expected = differentiate(attend, *tensors)
-    for a, e in zip(differentiate(torch.compile(attend, fullgraph=True, backend="aot_eager"), *tensors), expected):
-        torch.testing.assert_close(a, e, **EXACT)
+    torch.testing.assert_close(
+        differentiate(torch.compile(attend, fullgraph=True, backend="aot_eager"), *tensors), expected, **EXACT
+    )
     assert ("dlse" in package.last) == (kernel == "flash_attn_4")
 
 

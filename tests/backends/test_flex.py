@@ -350,10 +350,7 @@ def dense_flex(q: Tensor, k: Tensor, v: Tensor, *, kind: object, want_lse: bool,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "what"),
-    [(None, "plain"), ("packed", "padding and functions"), ("fused", "functions")],
-)
+@pytest.mark.parametrize(("layout", "what"), [(None, "plain"), ("packed", "padding and functions"), ("fused", "functions")])
 def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of a layout, both layouts, masks and functions, down to the operator; on a CPU only the fused one runs."""
     torch._dynamo.reset()

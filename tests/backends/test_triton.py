@@ -107,8 +107,7 @@ def watch(patch: pytest.MonkeyPatch, runs: bool = True) -> list[tuple[str, dict[
 
 def assert_close(actual: tuple[Tensor, ...], case: Case, factor: float = 1.0) -> None:
     allowed = {name: factor * value for name, value in SINGLE.items()}
-    for a, e in zip(actual, run_reference(case, torch.float32), strict=True):
-        torch.testing.assert_close(a.double(), e, **allowed)
+    torch.testing.assert_close([a.double() for a in actual], run_reference(case, torch.float32), **allowed)
 
 
 def assert_oracle(case: Case, factor: float = 1.0) -> None:
@@ -137,8 +136,7 @@ def test_forms_to_measure_equal_the_others_and_the_oracle(name: str, monkeypatch
     with poisoned_memory():
         actual = run_engine(CASES[name], "triton", torch.float32)
     assert_close(actual, CASES[name])
-    for a, e in zip(actual[:2], expected[:2]):
-        assert torch.equal(a, e)
+    assert all(map(torch.equal, actual[:2], expected[:2]))
     hosted = sum(constants.get("HOST", False) for _, constants in launched)
     assert hosted == HOSTED[name] if name in HOSTED else hosted > 0
     assert ("differentiate_queries" in dict(launched)) == (name == "mask")
@@ -183,8 +181,12 @@ def test_sums_take_no_part_of_keys_after_the_end(monkeypatch: pytest.MonkeyPatch
     x = (q, -q + torch.linspace(0, 1e-3, 37).view(1, 37, 1, 1), torch.linspace(0, 1, q.numel()).view_as(q), torch.ones_like(q))
     run = lambda attend, **more: lambda q, k, v: attend(q, k, v, DilatedPattern((37,), (1,)), scale=1.0, **more)  # noqa: E731
     actual = differentiate(run(dilated_attention, return_lse=True, backend="triton"), *x)
-    for a, e in zip(actual, differentiate(run(reference.dilated_attention), *(t.double() for t in x)), strict=True):
-        torch.testing.assert_close(a.double(), e, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(
+        [a.double() for a in actual],
+        differentiate(run(reference.dilated_attention), *(t.double() for t in x)),
+        atol=2e-4,
+        rtol=2e-4,
+    )
 
 
 def test_deterministic_algorithms_take_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +207,7 @@ def test_grouped_heads_may_lie_four_gigabytes_apart() -> None:
     q, k, v, dout, dlse = case.tensors(torch.float16)
     far = torch.empty(step + q.numel(), dtype=torch.float16).as_strided(q.shape, (0, 16, step, 1)).copy_(q)
     run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, is_causal=True, return_lse=True, backend="triton")  # noqa: E731
-    for a, e in zip(differentiate(run, far, k, v, dout, dlse), differentiate(run, q, k, v, dout, dlse)):
-        assert torch.equal(a, e)
+    assert all(map(torch.equal, differentiate(run, far, k, v, dout, dlse), differentiate(run, q, k, v, dout, dlse)))
 
 
 @pytest.mark.slow
@@ -257,8 +258,9 @@ def test_dense_rows_equal_the_math_kernel() -> None:
         expected = (out, lse, *MATH.backward(dout, given[1], q, k, v, out, given[0], options))
         out, lse = engine.KERNEL.forward(q, k, v, options)
         given = for_backward(lse, dlse)
-        for a, e in zip((out, lse, *engine.KERNEL.backward(dout, given[1], q, k, v, out, given[0], options)), expected):
-            torch.testing.assert_close(a, e, **SINGLE)
+        torch.testing.assert_close(
+            (out, lse, *engine.KERNEL.backward(dout, given[1], q, k, v, out, given[0], options)), expected, **SINGLE
+        )
 
 
 def test_a_part_of_a_models_heads_is_that_part_of_its_outputs() -> None:
@@ -304,8 +306,7 @@ def test_strided_inputs_are_read_in_place_and_misaligned_ones_copied_once(kind: 
     monkeypatch.setattr(launch, "readable", watch)
     run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, is_causal=True, return_lse=True, backend="triton")  # noqa: E731
     actual = differentiate(run, *(poisoned(x, kind) for x in (q, k, v, dout)), dlse)
-    for a, e in zip(actual, expected):
-        torch.testing.assert_close(a.double(), e, **SINGLE)
+    torch.testing.assert_close([a.double() for a in actual], expected, **SINGLE)
     in_last_dim = kind == "every third element"  # the operator itself copies those
     assert sum(copies) == (0 if in_last_dim else KINDS[kind] * 7)  # q, k, v in either direction, and dout
 
@@ -335,8 +336,7 @@ def test_nan_in_ignored_keys_stays_there(is_causal: bool) -> None:
     )
     clean = differentiate(run, q, k, v, dout, dlse)
     k, v = (x.masked_fill(ignored[:, :, None, None], math.nan) for x in (k, v))
-    for actual, expected in zip(differentiate(run, q, k, v, dout, dlse), clean):
-        assert torch.equal(actual, expected)
+    assert all(map(torch.equal, differentiate(run, q, k, v, dout, dlse), clean))
 
 
 def test_nan_that_a_query_meets_shows_in_its_lse() -> None:
@@ -465,8 +465,7 @@ def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(
         with poisoned_memory():
             found.append(run_engine(MANY[name], "triton", torch.float32))
         assert any(constants.get("TABLED") for _, constants in launched) == (number == 1)
-    for together, alone in zip(*found):
-        assert torch.equal(together, alone)
+    assert all(map(torch.equal, *found))
     assert_close(found[0], MANY[name])
 
 
@@ -553,8 +552,7 @@ def test_a_warm_up_launches_what_a_capture_compiles(
     assert keys["capture"] <= keys["warm-up"]
     assert not keys["capture"] <= keys["none"]
     for stage in ("warm-up", "capture"):
-        for actual, expected in zip(found[stage], found["none"]):
-            assert torch.equal(actual, expected)
+        assert all(map(torch.equal, found[stage], found["none"]))
 
 
 def test_numbers_of_a_table_may_pass_32_bits() -> None:
@@ -573,8 +571,7 @@ def test_numbers_of_a_table_may_pass_32_bits() -> None:
 @pytest.mark.slow
 def test_runs_are_equal_in_every_bit() -> None:
     case = CASES["grouped_queries"]
-    for a, b in zip(*(run_engine(case, "triton", torch.float16) for _ in range(2))):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, *(run_engine(case, "triton", torch.float16) for _ in range(2))))
 
 
 def test_compiled_attention_equals_eager() -> None:
@@ -582,8 +579,9 @@ def test_compiled_attention_equals_eager() -> None:
     case = Case(PATTERN, num_tokens=23, kv_heads=1, head_dim=16)
     run = lambda q, k, v: dilated_attention(q, k, v, PATTERN, return_lse=True, backend="triton")  # noqa: E731
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for a, e in zip(differentiate(compiled, *case.tensors(torch.float32)), differentiate(run, *case.tensors(torch.float32))):
-        assert torch.equal(a, e)
+    assert all(
+        map(torch.equal, differentiate(compiled, *case.tensors(torch.float32)), differentiate(run, *case.tensors(torch.float32)))
+    )
 
 
 def test_tangents_are_those_of_the_oracle() -> None:
@@ -706,5 +704,4 @@ def test_masks_whose_columns_lie_far_apart_are_read_right() -> None:
     for ignored in (mask, mask.clone(memory_format=torch.contiguous_format)):
         out = dilated_attention(q, k, v, pattern, key_padding_mask=ignored, backend="triton")
         found.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
-    for a, e in zip(*found):
-        assert torch.equal(a, e)
+    assert all(map(torch.equal, *found))
