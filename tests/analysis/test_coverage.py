@@ -11,15 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import DilatedPattern
-from flexdilated.analysis import (
-    analyse,
-    count_uncovered,
-    keys_seen,
-    layers_to_cover,
-    longest_reach,
-    missing_residues,
-    reachable,
-)
+from flexdilated.analysis import analyse, count_uncovered, keys_seen, layers_to_cover, longest_reach, missing_residues, reachable
 from tests.analysis.definition import joined_by, nested_patterns, questions, seen_after
 
 Question = tuple[DilatedPattern, int, int]

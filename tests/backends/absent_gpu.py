@@ -99,10 +99,7 @@ def absent_gpu(level: int) -> Iterator[None]:
         ),
         (
             CudaInterface.Worker,
-            {
-                "get_device_properties": staticmethod(lambda device=None: found),
-                "current_device": staticmethod(lambda: 0),
-            },
+            {"get_device_properties": staticmethod(lambda device=None: found), "current_device": staticmethod(lambda: 0)},
         ),
         # Patterns are traced with tensors on the device, constants computed there.
         (joint_graph, {"lazy_init": lambda *arguments, **options: None}),

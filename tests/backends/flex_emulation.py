@@ -34,15 +34,7 @@ def visited(block_mask: BlockMask, rows: int, columns: int) -> tuple[Tensor, Ten
 
 
 def call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    score_mod: Any,
-    block_mask: BlockMask,
-    scale: float,
-    want_lse: bool,
-    kind: object,
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: BlockMask, scale: float, want_lse: bool, kind: object
 ) -> tuple[Tensor, Tensor | None]:
     """Takes the place of `flexdilated.backends.flex.call`."""
     hash(kind)

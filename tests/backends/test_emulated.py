@@ -105,8 +105,7 @@ def test_printed_kernels_equal_the_reference(
 ) -> None:
     test_gpu_flex.force(monkeypatch, layout)
     actual, expected = run(CASES[name], torch.float32, "flex"), run_modified_reference(CASES[name], torch.float32)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a.double(), e, **SINGLE)
+    torch.testing.assert_close([a.double() for a in actual], expected, **SINGLE)
     kernels = [name for name in printer.launches.names if name.startswith("triton_tem")]
     assert len(kernels) == 2 * len(contiguous_keys) > 0
 
@@ -117,5 +116,4 @@ def test_gradients_of_strided_keys(contiguous_keys: list[bool], monkeypatch: pyt
     monkeypatch.setattr(kernel, "TRUST_STRIDED_GRADIENTS", True)
     actual, expected = run(CASES["short"], torch.float32, "flex"), run_modified_reference(CASES["short"], torch.float32)
     assert not any(contiguous_keys[:3])
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a.double(), e, **SINGLE)
+    torch.testing.assert_close([a.double() for a in actual], expected, **SINGLE)

@@ -44,8 +44,7 @@ def attend(case: Case, **options: object) -> Callable[[Tensor, Tensor, Tensor], 
 def test_slabs_of_any_size_give_the_same_result(case: Case, slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = differentiate(attend(case), *case.tensors())
     monkeypatch.setattr(piece_loop, "CPU_SLAB_BYTES", slab_bytes)
-    for a, e in zip(differentiate(attend(case), *case.tensors()), expected):
-        torch.testing.assert_close(a, e, **EXACT)
+    torch.testing.assert_close(differentiate(attend(case), *case.tensors()), expected, **EXACT)
 
 
 def test_documents_are_first_tokens_and_sizes() -> None:
@@ -240,8 +239,7 @@ def test_checkpointing_draws_the_same_dropout_again(seed: int) -> None:
     for wrap in (lambda f: f, lambda f: lambda *x: checkpoint(f, *x, use_reentrant=False)):
         torch.manual_seed(seed)
         results.append(differentiate(wrap(attend(case, dropout_p=0.3)), q, k, v, dout, dlse))
-    for a, e in zip(results[1], results[0]):
-        assert torch.equal(a, e)
+    assert all(map(torch.equal, results[1], results[0]))
 
 
 # -- compile and export -------------------------------------------------------------------------------------------------------
@@ -289,8 +287,7 @@ def test_compiled_attention_equals_eager(case: Case, dynamic: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attend(case), fullgraph=True, dynamic=dynamic)
     expected = differentiate(attend(case), *case.tensors())
-    for a, e in zip(differentiate(compiled, *case.tensors()), expected):
-        torch.testing.assert_close(a, e, **EXACT)
+    torch.testing.assert_close(differentiate(compiled, *case.tensors()), expected, **EXACT)
 
 
 @pytest.mark.slow
@@ -301,8 +298,7 @@ def test_one_dynamic_graph_serves_every_length() -> None:
     for num_tokens in (43, 7, 101):
         case = Case(PATTERN, num_tokens=num_tokens)
         expected = differentiate(attend(case), *case.tensors())
-        for a, e in zip(differentiate(compiled, *case.tensors()), expected):
-            torch.testing.assert_close(a, e, **EXACT)
+        torch.testing.assert_close(differentiate(compiled, *case.tensors()), expected, **EXACT)
 
 
 def test_compiled_dropout_follows_the_seed(seed: int) -> None:
@@ -313,8 +309,7 @@ def test_compiled_dropout_follows_the_seed(seed: int) -> None:
     for s in (seed, seed, seed + 1):
         torch.manual_seed(s)
         results.append(differentiate(compiled, *case.tensors()))
-    for a, b in zip(results[0], results[1]):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, results[0], results[1]))
     assert not torch.equal(results[0][0], results[2][0])
 
 

@@ -64,16 +64,14 @@ def run(kernel: str, case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
 def test_kernel_in_float32_equals_the_reference(name: str, is_causal: bool, kernel: str) -> None:
     case = replace(CASES[name], is_causal=is_causal)
     actual, expected = run(kernel, case, torch.float32), run_reference(case, torch.float32)
-    for a, e in zip(actual, expected):
-        torch.testing.assert_close(a.double(), e, **SINGLE)
+    torch.testing.assert_close([a.double() for a in actual], expected, **SINGLE)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_math_in_float64_equals_the_reference(name: str, is_causal: bool) -> None:
     case = replace(CASES[name], is_causal=is_causal)
-    for a, e in zip(run("math", case, torch.float64), run_reference(case, torch.float64)):
-        torch.testing.assert_close(a, e, **EXACT)
+    torch.testing.assert_close(run("math", case, torch.float64), run_reference(case, torch.float64), **EXACT)
 
 
 @pytest.mark.parametrize("kernel", SWITCHES)
@@ -172,5 +170,6 @@ def test_compiled_attention_equals_eager() -> None:
         return dilated_attention(q, k, v, PATTERN, **options)
 
     tensors = case.tensors(torch.float32, "cuda")
-    for a, e in zip(differentiate(torch.compile(attend, fullgraph=True), *tensors), differentiate(attend, *tensors)):
-        torch.testing.assert_close(a, e, **SINGLE)
+    torch.testing.assert_close(
+        differentiate(torch.compile(attend, fullgraph=True), *tensors), differentiate(attend, *tensors), **SINGLE
+    )

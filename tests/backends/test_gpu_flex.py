@@ -177,8 +177,7 @@ def results(attend: Callable[..., tuple[Tensor, Tensor]], tensors: Any, table: T
 @pytest.mark.parametrize(("name", "layout"), CALLS, indirect=["layout"])
 def test_flex_in_float32_equals_the_reference(name: str, layout: str) -> None:
     actual, expected = run(CASES[name], torch.float32, "flex"), run_modified_reference(CASES[name], torch.float32)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a.double(), e, **SINGLE)
+    torch.testing.assert_close([a.double() for a in actual], expected, **SINGLE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -201,8 +200,7 @@ def test_flex_equals_sdpa_on_many_blocks(layout: str, is_causal: bool) -> None:
     case = Case(
         DilatedPattern((512, 1026, 2048), (1, 3, 4)), num_tokens=4099, kv_heads=2, group=2, head_dim=64, is_causal=is_causal
     )
-    for a, e in zip(run(Modified(case), torch.float32, "flex"), run(Modified(case), torch.float32, "sdpa"), strict=True):
-        torch.testing.assert_close(a, e, **SINGLE)
+    torch.testing.assert_close(run(Modified(case), torch.float32, "flex"), run(Modified(case), torch.float32, "sdpa"), **SINGLE)
 
 
 @each_layout
@@ -230,8 +228,9 @@ def test_gradients_of_strided_keys(layout: str, trust: bool, monkeypatch: pytest
     monkeypatch.setattr(flex, "TRUST_STRIDED_GRADIENTS", trust)
     for is_causal in (False, True):
         modified = Modified(replace(PLAIN, is_causal=is_causal))
-        for a, e in zip(run(modified, torch.float32, "flex"), run_modified_reference(modified, torch.float32), strict=True):
-            torch.testing.assert_close(a.double(), e, **SINGLE)
+        torch.testing.assert_close(
+            [a.double() for a in run(modified, torch.float32, "flex")], run_modified_reference(modified, torch.float32), **SINGLE
+        )
 
 
 # -- block masks ----------------------------------------------------------------------------------------------------------------
@@ -251,8 +250,7 @@ def test_narrow_block_mask_equals_torchs_own(is_causal: bool) -> None:
         return differentiate(lambda *x: (attend(*x, score_mod=score_mod, block_mask=block_mask), x[0]), q, k, v, dout)
 
     q, k, v, dout = (torch.randn(1, heads, num_tokens, 64, device=DEVICE) for _ in range(4))
-    for a, e in zip(attend_under(narrow), attend_under(wide), strict=True):
-        torch.testing.assert_close(a, e, **SINGLE)
+    torch.testing.assert_close(attend_under(narrow), attend_under(wide), **SINGLE)
 
 
 # -- graphs ---------------------------------------------------------------------------------------------------------------------
@@ -396,5 +394,4 @@ def test_rows_of_cut_segments_equal_dense_operations(is_causal: bool, modified: 
     actual = run_rows(attend_rows, is_causal, modified, DEVICE, torch.float32)
     monkeypatch.setattr(flex, "call", flex_emulation.call)
     expected = run_rows(attend_rows, is_causal, modified, "cpu", torch.float64)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a.double(), e, **SINGLE)
+    torch.testing.assert_close([a.double() for a in actual], expected, **SINGLE)

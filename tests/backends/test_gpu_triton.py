@@ -59,8 +59,11 @@ def skip_unless_it_runs(case: Case, dtype: torch.dtype) -> None:
 def test_float32_equals_the_reference(name: str, is_causal: bool) -> None:
     case = replace(MORE[name], is_causal=is_causal)
     skip_unless_it_runs(case, torch.float32)
-    for actual, expected in zip(run_engine(case, "triton", torch.float32, "cuda"), run_reference(case, torch.float32)):
-        torch.testing.assert_close(actual.cpu().double(), expected, **SINGLE)
+    torch.testing.assert_close(
+        [actual.cpu().double() for actual in run_engine(case, "triton", torch.float32, "cuda")],
+        run_reference(case, torch.float32),
+        **SINGLE,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -129,8 +132,7 @@ def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(name: s
         found.append(run_engine(case, "triton", torch.bfloat16, "cuda"))
         assert (True in tabled) == (least == 2)
     groups._groups.cache_clear()
-    for together, alone in zip(*found):
-        assert torch.equal(together, alone)
+    assert all(map(torch.equal, *found))
 
 
 def test_the_host_does_not_wait_for_launches_that_many_pieces_share() -> None:
@@ -192,8 +194,7 @@ def test_a_capture_of_documents_compiles_nothing_after_a_warm_up(monkeypatch: py
     assert compiled == []
     q.copy_(q.flip(1))
     graph.replay()
-    for actual, expected in zip(found, differentiate(run, q, k, v, dout)):
-        assert torch.equal(actual, expected)
+    assert all(map(torch.equal, found, differentiate(run, q, k, v, dout)))
 
 
 BUSY = """
@@ -222,8 +223,7 @@ def test_runs_are_equal_in_every_bit(name: str) -> None:
             assert busy.stdout is not None
             assert busy.stdout.readline() == b"begun\n"
             for _ in range(300):
-                for a, e in zip(differentiate(run, q, k, v, dout), expected, strict=True):
-                    assert torch.equal(a, e)
+                assert all(map(torch.equal, differentiate(run, q, k, v, dout), expected))
         finally:
             busy.kill()
 
@@ -253,8 +253,7 @@ def test_strides_of_two_gigabytes_are_addressed() -> None:
 
     run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True, backend="triton")  # noqa: E731
     expected = differentiate(run, q, k, v, dout, dlse)
-    for a, e in zip(differentiate(run, far(q), k, v, dout, dlse), expected):
-        assert torch.equal(a, e)
+    assert all(map(torch.equal, differentiate(run, far(q), k, v, dout, dlse), expected))
 
 
 @pytest.mark.slow
@@ -268,5 +267,4 @@ def test_graphs_that_are_replayed_equal_eager() -> None:
     for seed in range(3):
         tensors = replace(case, seed=seed).tensors(torch.bfloat16, "cuda")
         torch.compiler.cudagraph_mark_step_begin()
-        for a, e in zip(differentiate(compiled, *tensors), differentiate(run, *tensors)):
-            torch.testing.assert_close(a, e)
+        torch.testing.assert_close(differentiate(compiled, *tensors), differentiate(run, *tensors))

@@ -100,8 +100,7 @@ def test_cpu_without_instructions_for_a_dtype_computes_in_float32(
     terms = kernel.backward(dout, dlse, q, k, v, out, lse, options)
     # The gradient of lse is a column of dout, in the dtype of dout.
     wide = kernel.backward(dout.float(), dlse.to(dtype).float(), q.float(), k.float(), v.float(), out.float(), lse, options)
-    for term, expected in zip(terms, wide):
-        assert torch.equal(term, expected)
+    assert all(map(torch.equal, terms, wide))
 
 
 def test_wide_heads_leave_flash_for_the_memory_efficient_kernel() -> None:

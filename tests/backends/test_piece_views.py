@@ -111,8 +111,9 @@ def as_on_gpu(patch: pytest.MonkeyPatch, kernel: Kernel, kernels: Any) -> None:
 def test_every_option_equals_the_definition(name: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case, dense = CASES[name], Dense(own=own)
     as_on_gpu(monkeypatch, dense.kernel, merging)
-    for actual, expected in zip(run_engine(case, "sdpa", torch.float32), run_reference(case, torch.float32)):
-        torch.testing.assert_close(actual.double(), expected, **SINGLE)
+    torch.testing.assert_close(
+        [actual.double() for actual in run_engine(case, "sdpa", torch.float32)], run_reference(case, torch.float32), **SINGLE
+    )
     assert (dense.wrote > 0) == (own and name not in NOT_WRITTEN)
 
 
@@ -203,8 +204,7 @@ def test_a_triton_that_fails_is_left_out_after_one_warning(name: str, fault: Exc
         first = run_engine(case, "sdpa", torch.float32)
     second = run_engine(case, "sdpa", torch.float32)  # a warning is an error here
     for results in (first, second):
-        for actual, right in zip(results, expected):
-            torch.testing.assert_close(actual.double(), right, **SINGLE)
+        torch.testing.assert_close([actual.double() for actual in results], expected, **SINGLE)
     assert kernels.calls == 1
     assert merging_of(piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64)) is None
     assert engine.why_not_unasked(piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64)) == engine.UNBUILT
@@ -217,8 +217,7 @@ def test_backward_alone_leaves_out_a_triton_that_fails(monkeypatch: pytest.Monke
     as_on_gpu(monkeypatch, Dense(own=True).kernel, kernels)
     with pytest.warns(UserWarning, match="libcuda"):
         results = run_engine(case, "sdpa", torch.float32)
-    for actual, right in zip(results, run_reference(case, torch.float32)):
-        torch.testing.assert_close(actual.double(), right, **SINGLE)
+    torch.testing.assert_close([actual.double() for actual in results], run_reference(case, torch.float32), **SINGLE)
 
 
 def test_too_little_memory_is_no_fault_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,8 +159,7 @@ def test_gradients_are_those_of_the_functions_as_the_forward_called_them(
     definition = model(reference.dilated_attention)
     torch.testing.assert_close(ours, definition, **EXACT)
     assert all(torch.equal(*pair) for pair in zip(gradients(ours), gradients(ours)))  # the record serves twice
-    for ours_i, definition_i in zip(gradients(ours), gradients(definition), strict=True):
-        torch.testing.assert_close(ours_i, definition_i, **EXACT)
+    torch.testing.assert_close(gradients(ours), gradients(definition), **EXACT)
 
 
 def ignoring(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -180,8 +179,7 @@ def test_scores_that_a_function_ignores_have_a_gradient_of_0(score_mod: Any, dif
     found = torch.autograd.grad((out.sin().sum(), lse.sin().sum()), inputs)
     out, lse = reference.dilated_attention(*qkv, PATTERN, score_mod=score_mod)
     tied = 0.0 * sum(x.sum() for x in inputs)  # torch differentiates nothing that does not depend on the inputs
-    for actual, expected in zip(found, torch.autograd.grad(out.sin().sum() + lse.sin().sum() + tied, inputs)):
-        torch.testing.assert_close(actual, expected, **EXACT)
+    torch.testing.assert_close(found, torch.autograd.grad(out.sin().sum() + lse.sin().sum() + tied, inputs), **EXACT)
 
 
 @pytest.mark.parametrize("model", [module, dependent_tensors])
@@ -191,8 +189,7 @@ def test_second_derivatives_of_tensors_that_depend_on_each_other(model: Callable
     first, expected = (gradients(out, create_graph=True) for out in (ours, definition))
     second = (gradients(sum((g * torch.sin(g.detach())).sum() for g in grads)) for grads in (first, expected))  # type: ignore[arg-type]
     for found, wanted in ((first, expected), second):
-        for ours_i, definition_i in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours_i, definition_i, **EXACT)
+        torch.testing.assert_close(found, wanted, **EXACT)
 
 
 def gradients(out: Tensor, *, create_graph: bool = False) -> list[Tensor]:
@@ -365,8 +362,7 @@ class Sloped(nn.Module):
 def assert_compiled_equals_eager(compiled: Any, module: nn.Module) -> None:
     x = tensors()
     found, expected = (torch.autograd.grad(f(*x).square().sum(), x) for f in (compiled, module))
-    for actual, wanted in zip(found, expected):
-        torch.testing.assert_close(actual, wanted, **EXACT)
+    torch.testing.assert_close(found, expected, **EXACT)
 
 
 @pytest.fixture

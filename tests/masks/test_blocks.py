@@ -222,11 +222,7 @@ def looks(branches: tuple[Kept, ...], num_tokens: int, sizes: tuple[int, int], o
 
 @pytest.mark.parametrize(
     "branches",
-    [
-        (Kept(13, 1, 0), Kept(29, 1, 0)),
-        (Kept(13, 3, 0), Kept(29, 4, 3)),
-        (Kept(13, 1, 0), Kept(26, 1, 0), Kept(61, 2, 1)),
-    ],
+    [(Kept(13, 1, 0), Kept(29, 1, 0)), (Kept(13, 3, 0), Kept(29, 4, 3)), (Kept(13, 1, 0), Kept(26, 1, 0), Kept(61, 2, 1))],
     ids=["rate_1", "dilated", "nested"],
 )
 def test_no_pair_is_looked_at_where_no_dilated_branch_can_complete_a_block(branches: tuple[Kept, ...]) -> None:

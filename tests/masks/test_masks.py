@@ -96,8 +96,7 @@ def attend_by_reference(case: Case) -> Attend:
 
 
 def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, **EXACT)
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 # -- by integers --------------------------------------------------------------------------------------------------------------
@@ -234,8 +233,9 @@ def test_compiled_flex_attention_on_cuda_trains_on_narrow_lists(num_tokens: int,
         return out.transpose(1, 2), aux.lse
 
     expected = differentiate(attend_by_reference(case), *(x if x is None else x.double() for x in case.tensors(torch.float32)))
-    for a, e in zip(differentiate(attend, *case.tensors(torch.float32, "cuda")), expected, strict=True):
-        torch.testing.assert_close(a.double().cpu(), e, **SINGLE)
+    torch.testing.assert_close(
+        [a.double().cpu() for a in differentiate(attend, *case.tensors(torch.float32, "cuda"))], expected, **SINGLE
+    )
 
 
 # -- against torch's block mask -----------------------------------------------------------------------------------------------
@@ -375,8 +375,7 @@ def test_functions_are_made_inside_a_compiled_function(is_causal: bool) -> None:
         return part(dilated_mask_mod, case)(*pair), part(dilated_score_mod, case)(score, *pair)
 
     arguments = torch.randn(1, 6, 37, 37), *pairs(case)
-    for a, e in zip(torch.compile(evaluate, fullgraph=True, backend="eager")(*arguments), evaluate(*arguments), strict=True):
-        assert torch.equal(a, e)
+    assert all(map(torch.equal, torch.compile(evaluate, fullgraph=True, backend="eager")(*arguments), evaluate(*arguments)))
 
 
 # -- kept results -------------------------------------------------------------------------------------------------------------
