@@ -3,12 +3,10 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -45,11 +43,12 @@ def test_attention_equals_the_reference_with_all_gradients(case: Case, kernels: 
 @pytest.mark.parametrize(
     "case",
     [
+        Case(THREE, batch=2, group=2, scale=-1e-42, ignored=0.3),
         Case(DilatedPattern((31, 101, 257), (1, 3, 7)), num_tokens=263, kv_heads=7, head_dim=24),
         Case(DilatedPattern((67, 131), (3, 5)), batch=2, num_tokens=211, kv_heads=2, group=3, head_dim=48, ignored=0.3),
         Case(DilatedPattern((61, 127), (2, 3), heads="grouped"), batch=2, num_tokens=137, kv_heads=5, head_dim=17),
     ],
-    ids=["blocked", "gqa_mask", "grouped"],
+    ids=["tiny_scale", "blocked", "gqa_mask", "grouped"],
 )
 def test_attention_in_float32_equals_the_reference_across_kernel_blocks(case: Case, is_causal: bool) -> None:
     case = replace(case, is_causal=is_causal)
@@ -57,14 +56,6 @@ def test_attention_in_float32_equals_the_reference_across_kernel_blocks(case: Ca
     for a, e in zip(actual, expected):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a.double(), e, **SINGLE)
-
-
-@pytest.mark.parametrize("scale", [-0.7, 0, 0.0, -0.0, 1.3, 1e-42, -1e-42])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_scale_multiplies_the_scores(scale: float, dtype: torch.dtype) -> None:
-    case = Case(THREE, batch=2, group=2, is_causal=scale in (-0.7, 0, 1e-42), scale=scale, ignored=0.3)
-    for a, e in zip(run_engine(case, "sdpa", dtype), run_reference(case)):
-        torch.testing.assert_close(a.double(), e, **(EXACT if dtype == torch.float64 else SINGLE))
 
 
 @pytest.mark.parametrize(
@@ -88,18 +79,6 @@ def test_a_negative_scale_is_the_positive_one_of_negated_queries(dtype: torch.dt
     out, lse, dq, dk, dv = differentiate(attend(0.3), -q, k, v, dout, dlse)
     for a, e in zip(differentiate(attend(-0.3), q, k, v, dout, dlse), (out, lse, -dq, dk, dv)):
         assert torch.equal(a, e)
-
-
-def test_scale_defaults_to_the_root_of_the_head_dim() -> None:
-    q, k, v, _, _ = Case(THREE, head_dim=7).tensors()
-    assert torch.equal(dilated_attention(q, k, v, THREE), dilated_attention(q, k, v, THREE, scale=7**-0.5))
-
-
-def test_attention_reads_expanded_inputs() -> None:
-    q, k, v, _, _ = Case(THREE, kv_heads=1).tensors()
-    q, k, v = (x.expand(3, -1, 5, -1) for x in (q, k, v))
-    expected = dilated_attention(q.contiguous(), k.contiguous(), v.contiguous(), THREE)
-    torch.testing.assert_close(dilated_attention(q, k, v, THREE), expected, **EXACT)
 
 
 def test_attention_changes_no_argument() -> None:
@@ -127,67 +106,7 @@ def test_out_has_the_dtype_of_q_and_lse_is_float32_or_float64(dtype: torch.dtype
     assert torch.equal(out, dilated_attention(q, k, v, THREE, backend=backend))
 
 
-# -- laws ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("segment_length", [43, 47])
-def test_one_whole_segment_is_scaled_dot_product_attention(segment_length: int, is_causal: bool) -> None:
-    case = Case(DilatedPattern((segment_length,), (1,)), batch=2, group=2, is_causal=is_causal, lse_gradient=False)
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads_first, is_causal=is_causal, enable_gqa=True).transpose(1, 2)
-        return out, out
-
-    expected, actual = differentiate(sdpa, *case.tensors()), run_engine(case, "sdpa")
-    for i in (0, 2, 3, 4):
-        torch.testing.assert_close(actual[i], expected[i], **EXACT)
-
-
-def test_the_same_branch_twice_changes_lse_by_log_2_alone() -> None:
-    q, k, v, _, _ = Case(THREE).tensors()
-    out, lse = dilated_attention(q, k, v, DilatedPattern((13,), (2,)), return_lse=True)
-    out_2, lse_2 = dilated_attention(q, k, v, DilatedPattern((13, 13), (2, 2)), return_lse=True)
-    torch.testing.assert_close(out_2, out, **EXACT)
-    torch.testing.assert_close(lse_2, lse + math.log(2), **EXACT)
-
-
-@pytest.mark.parametrize("zero_padding", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_packed_documents_equal_each_document_alone(is_causal: bool, zero_padding: bool) -> None:
-    pattern = DilatedPattern((7, 13, 29), (1, 3, 5), zero_padding=zero_padding)
-    case = Case(pattern, num_tokens=53, group=2, is_causal=is_causal, borders=(0, 0, 1, 18, 18, 48, 53))
-    q, k, v, dout, dlse = case.tensors()
-    whole = run_engine(case, "sdpa")
-    for a, b in pairwise(case.borders or ()):
-        if a < b:
-            alone = differentiate(
-                lambda q, k, v: dilated_attention(q, k, v, pattern, is_causal=is_causal, return_lse=True),
-                *(x[:, a:b] for x in (q, k, v, dout)),
-                dlse[:, :, a:b],
-            )
-            for i, (packed, expected) in enumerate(zip(whole, alone)):
-                part = packed[:, :, a:b] if i == 1 else packed[:, a:b]
-                torch.testing.assert_close(part, expected, **EXACT)
-
-
 # -- empty rows ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_rows_that_no_key_reaches_are_zero_with_zero_gradients(is_causal: bool) -> None:
-    case = Case(THREE, batch=2, is_causal=is_causal)
-    q, k, v, dout, dlse = case.tensors()
-    ignored = torch.tensor([[True], [False]]).expand(2, case.num_tokens)
-    out, lse, dq, dk, dv = differentiate(
-        lambda q, k, v: dilated_attention(q, k, v, THREE, is_causal=is_causal, key_padding_mask=ignored, return_lse=True),
-        *(q, k, v, dout, dlse),
-    )
-    zero = torch.zeros_like(q[0])
-    assert all(torch.equal(x[0], zero) for x in (out, dq, dk, dv))
-    assert torch.equal(lse[0], torch.full_like(lse[0], -math.inf))
-    assert all(x[1].isfinite().all() for x in (out, lse, dq, dk, dv))
 
 
 @pytest.mark.parametrize(
@@ -212,33 +131,27 @@ def test_a_nan_gradient_of_an_empty_rows_lse_goes_nowhere(backend: str, detach_w
 # -- what must not leak -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "zero_padding"), [(math.nan, False), (math.inf, True), (-math.inf, False)])
-def test_a_broken_batch_row_stays_alone(value: float, zero_padding: bool) -> None:
-    case = Case(DilatedPattern((11, 23), (1, 3), zero_padding=zero_padding), batch=3)
-    tensors = case.tensors()
-    clean = run_engine(case, "sdpa")
+@pytest.mark.parametrize(
+    ("value", "case"),
+    [
+        (math.nan, Case(DilatedPattern((11, 23), (1, 3)), batch=3)),
+        (math.inf, Case(DilatedPattern((11, 23), (1, 3), zero_padding=True), batch=3)),
+        (math.nan, Case(THREE, num_tokens=53, borders=(0, 17, 31, 53))),
+        (-math.inf, Case(THREE, num_tokens=53, borders=(0, 17, 31, 53))),
+    ],
+)
+def test_a_broken_sequence_or_document_stays_alone(value: float, case: Case) -> None:
+    tensors, clean = case.tensors(), run_engine(case, "sdpa")
+    is_broken = torch.zeros(case.batch, case.num_tokens, dtype=torch.bool)
+    is_broken[(1,) if case.borders is None else (0, slice(17, 31))] = True
     for x in tensors[:3]:
-        x[1] = value
-    broken = differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True), *tensors)
-    for c, b in zip(clean, broken):
-        torch.testing.assert_close(b[[0, 2]], c[[0, 2]], **EXACT)
-    assert broken[0][1].isnan().any()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_broken_document_stays_alone(value: float) -> None:
-    case = Case(THREE, num_tokens=53, borders=(0, 17, 31, 53))
-    tensors = case.tensors()
-    clean = run_engine(case, "sdpa")
-    for x in tensors[:3]:
-        x[:, 17:31] = value
-    attend = lambda q, k, v: dilated_attention(q, k, v, THREE, return_lse=True, **case.options())  # noqa: E731
+        x[is_broken] = value
+    attend = lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True, **case.options())  # noqa: E731
     broken = differentiate(attend, *tensors)
-    others = [*range(17), *range(31, 53)]
     for i, (c, b) in enumerate(zip(clean, broken)):
-        torch.testing.assert_close(
-            b[:, :, others] if i == 1 else b[:, others], c[:, :, others] if i == 1 else c[:, others], **EXACT
-        )
+        c, b = (x.transpose(1, 2) if i == 1 else x for x in (c, b))
+        torch.testing.assert_close(b[~is_broken], c[~is_broken], **EXACT)
+    assert broken[0][is_broken].isnan().any()
 
 
 @pytest.mark.parametrize(
@@ -300,17 +213,6 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
 # -- autocast -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_computes_in_its_dtype_and_gives_gradients_in_the_inputs(dtype: torch.dtype) -> None:
-    q, k, v, dout, _ = Case(THREE).tensors(torch.float32)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    with torch.autocast("cpu", dtype):
-        out = dilated_attention(q, k, v.to(dtype), THREE)  # a mixed call is one dtype under autocast
-    assert out.dtype == dtype
-    assert torch.equal(out, dilated_attention(q.to(dtype), k.to(dtype), v.to(dtype), THREE))
-    assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out, leaves, dout.to(dtype)))
-
-
 @settings(max_examples=25)
 @given(calls(), st.sampled_from(SWITCHES), st.sampled_from((0.0, 0.3)), st.sampled_from((torch.bfloat16, torch.float16)))
 @example(Case(THREE, group=2), [SDPBackend.MATH], 0.0, torch.bfloat16)
@@ -336,10 +238,3 @@ def test_autocast_changes_the_dtype_of_the_inputs_and_nothing_else(
         assert a.dtype == e.dtype
     for a, e in zip(actual[2:], expected[2:]):
         assert torch.equal(a, e.float())
-
-
-def test_autocast_leaves_float64_alone() -> None:
-    q, k, v, _, _ = Case(THREE).tensors()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = dilated_attention(q, k, v, THREE)
-    assert torch.equal(out, dilated_attention(q, k, v, THREE))

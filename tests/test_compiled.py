@@ -86,6 +86,10 @@ def outputs_and_gradients(function: Callable[..., Any], x: tuple[Tensor, ...], o
     return [*outputs, *grads]
 
 
+def attend(*x: Tensor, **options: Any) -> Any:
+    return dilated_attention(*x, PATTERN, **options)
+
+
 # Every call in training, and every mode with some call: each graph takes the tracer a second.
 GRID = [
     *(pytest.param(call, "train", marks=pytest.mark.slow) for call in CALLS if call != "causal"),
@@ -99,9 +103,6 @@ GRID = [
 def test_compiled_attention_equals_eager_for_every_length_in_two_graphs(call: str, mode: str) -> None:
     context, dtype = MODES[mode]
     graphs, counts = CompileCounterWithBackend("aot_eager"), []
-
-    def attend(*x: Tensor, **options: Any) -> Any:
-        return dilated_attention(*x, PATTERN, **options)
 
     compiled = torch.compile(attend, fullgraph=True, backend=graphs)
     with context():
@@ -117,9 +118,6 @@ def test_compiled_attention_equals_eager_for_every_length_in_two_graphs(call: st
 
 @pytest.mark.slow
 def test_numbers_may_change_from_call_to_call() -> None:
-    def attend(*x: Tensor, **options: Any) -> Any:
-        return dilated_attention(*x, PATTERN, **options)
-
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     x = (draw(2, 29, HEADS, 6), draw(2, 29, 2, 6), draw(2, 29, 2, 6) + 1)
     for number in (0.3, 0.5, 0.7):
@@ -287,18 +285,6 @@ def test_a_module_compiled_by_inductor_equals_eager() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sweep  # of inductor, which the test above shows in training
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
-@torch.no_grad()
-def test_a_language_model_is_compiled_for_inference_by_inductor() -> None:
-    lm = language_model("rotary").bfloat16().eval()
-    compiled = torch.compile(lm, fullgraph=True, dynamic=True)
-    for n in LENGTHS[:3]:
-        tokens = torch.arange(n)[None] % VOCAB
-        torch.testing.assert_close(compiled(tokens), lm(tokens), **HALF)
-
-
-@pytest.mark.slow
 @torch.no_grad()
 def test_the_choice_among_measured_engines_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tuple(crossovers.Crossover("cpu", "float32", False, dim, 0, "flex" if dim == 64 else "sdpa") for dim in (16, 64, 128))
@@ -331,17 +317,6 @@ def test_flex_refuses_a_dynamic_number_of_tokens_and_auto_takes_another_engine(m
         compiled(draw(1, 29, 2, 6), "flex")
 
 
-@pytest.mark.slow
-def test_a_module_is_exported_strictly_and_serves_every_length() -> None:
-    module = multihead().eval()
-    x = draw(2, 29, WIDTH)
-    shapes = {"query": {1: torch.export.Dim("n", min=2)}}
-    model = Self(module)
-    exported = torch.export.export(model, (x,), dynamic_shapes=shapes, strict=True)
-    for n in LENGTHS[:6]:
-        torch.testing.assert_close(exported.module()(draw(2, n, WIDTH)), model(draw(2, n, WIDTH)), **SINGLE)
-
-
 @pytest.mark.parametrize("how", ["eager", "compiled", "exported"])
 def test_a_float_mask_of_other_values_is_refused_wherever_it_runs(how: str) -> None:
     module, x = multihead().eval(), draw(2, 29, WIDTH)
@@ -354,14 +329,3 @@ def test_a_float_mask_of_other_values_is_refused_wherever_it_runs(how: str) -> N
     torch.testing.assert_close(call(x, x, x, key_padding_mask=mask)[0], module(x, x, x, padding(29))[0], **SINGLE)
     with pytest.raises(ValueError, match=r"key_padding_mask must be bool, or float with only 0 and -inf, got other values; give"):
         call(x, x, x, key_padding_mask=mask.clamp(min=-1e9))
-
-
-class Self(nn.Module):
-    """Self-attention by a module of three inputs."""
-
-    def __init__(self, attention: MultiheadDilatedAttention) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, query: Tensor) -> Tensor:
-        return self.attention(query, query, query)[0]

@@ -116,20 +116,6 @@ def test_first_uncrossed_boundary(pattern: DilatedPattern, num_tokens: int, num_
     assert pattern.crosses_boundaries(num_tokens, num_heads) == (boundary is None)
 
 
-def test_neighbours_across_a_boundary_need_not_be_joined() -> None:
-    seen = seen_after(BEST, 64, 8, 64, is_causal=True)
-    assert seen[:, 15].nonzero()[0].tolist() == [15, *range(19, 64)]
-
-
-def test_crosses_boundaries_rejects_what_is_no_number() -> None:
-    with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0$"):
-        BEST.crosses_boundaries(0, 1)
-    with pytest.raises(ValueError, match=r"^num_heads must be at least 1, got 0$"):
-        BEST.crosses_boundaries(1, 0)
-    with pytest.raises(TypeError, match=r"^num_heads must be an integer, got 1\.5$"):
-        BEST.crosses_boundaries(1, 1.5)  # type: ignore[arg-type]
-
-
 # -- the preset ----------------------------------------------------------------------------------------------------------------
 
 
@@ -168,31 +154,30 @@ def test_causal_preset_takes_a_length_and_a_rate() -> None:
     assert DilatedPattern.causal(512, 1, local=7) == DilatedPattern((7, 512), (1, 1))
 
 
+RATE = "rate must be at most seq_len=%d and have a head for each of its residues among num_heads=8, got %d; "
+causal = DilatedPattern.causal
+
+
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("call", "error", "message"),
     [
-        ((512, 8), {"local": 6, "rate": 4}, "local must be at least 2 * rate - 1=7, got 6"),
-        ((512, 8), {"local": 0}, "local must be at least 1, got 0"),
-        ((512, 8), {"rate": 0}, "rate must be at least 1, got 0"),
-        (
-            (512, 8),
-            {"rate": 9},
-            "rate must be at most seq_len=512 and have a head for each of its residues among num_heads=8, got 9; ",
-        ),
-        (
-            (512, 8),
-            {"rate": 5},
-            "rate must be at most seq_len=512 and have a head for each of its residues among num_heads=8, got 5; ",
-        ),
-        ((2, 8), {"rate": 4}, "rate must be at most seq_len=2 and have a head for each of its residues among num_heads=8, got 4; "),
-        ((0, 8), {}, "seq_len must be at least 1, got 0"),
-        ((2**40 + 1, 8), {}, f"seq_len must be at most {2**40}, got {2**40 + 1}"),
-        ((512, 0), {}, "num_heads must be at least 1, got 0"),
+        (lambda: causal(512, 8, local=6, rate=4), ValueError, "local must be at least 2 * rate - 1=7, got 6"),
+        (lambda: causal(512, 8, local=0), ValueError, "local must be at least 1, got 0"),
+        (lambda: causal(512, 8, rate=0), ValueError, "rate must be at least 1, got 0"),
+        (lambda: causal(512, 8, rate=9), ValueError, RATE % (512, 9)),
+        (lambda: causal(512, 8, rate=5), ValueError, RATE % (512, 5)),
+        (lambda: causal(2, 8, rate=4), ValueError, RATE % (2, 4)),
+        (lambda: causal(0, 8), ValueError, "seq_len must be at least 1, got 0"),
+        (lambda: causal(2**40 + 1, 8), ValueError, f"seq_len must be at most {2**40}, got {2**40 + 1}"),
+        (lambda: causal(512, 0), ValueError, "num_heads must be at least 1, got 0"),
+        (lambda: BEST.crosses_boundaries(0, 1), ValueError, "num_tokens must be at least 1, got 0"),
+        (lambda: BEST.crosses_boundaries(1, 0), ValueError, "num_heads must be at least 1, got 0"),
+        (lambda: BEST.crosses_boundaries(1, 1.5), TypeError, "num_heads must be an integer, got 1.5"),
     ],
 )
-def test_causal_preset_rejects(arguments: tuple[int, int], options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{re.escape(message)}"):
-        DilatedPattern.causal(*arguments, **options)
+def test_preset_and_question_reject(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=rf"^{re.escape(message)}"):
+        call()
 
 
 # -- the warning ---------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import dataclasses
 import pickle
 import random
 import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import ceil
 from unittest import mock
 
@@ -50,8 +52,24 @@ def feed(cache: DilatedKVCache, inputs: tuple[Tensor, ...], start: int, end: int
     return cache.attend(*(x[:, start:end] for x in inputs))
 
 
-def full(inputs: tuple[Tensor, ...], pattern: DilatedPattern) -> Tensor:
-    return reference.dilated_attention(*inputs, pattern, is_causal=True)[0]
+def feed_all(cache: DilatedKVCache, inputs: tuple[Tensor, ...], *borders: int, **options: object) -> Tensor:
+    """The outputs of calls that begin and end at each border, put together."""
+    return torch.cat([cache.attend(*(x[:, a:b] for x in inputs), **options) for a, b in pairwise(borders)], dim=1)
+
+
+def full(inputs: tuple[Tensor, ...], pattern: DilatedPattern, sinks: Tensor | None = None, **options: object) -> Tensor:
+    """The oracle; a sink is one more key of its head, of value 0."""
+    out, lse = reference.dilated_attention(*inputs, pattern, is_causal=True, **options)
+    return out if sinks is None else out / (1 + torch.exp(sinks - lse.transpose(1, 2).clamp(min=-500)))[..., None]
+
+
+def padded_chunk(inputs: tuple[Tensor, ...], at: list[int], counts: list[int], padding: float = torch.nan) -> list[Tensor]:
+    """The next `counts` tokens of each sequence, of which `at` have been."""
+    chunk = [torch.full((BATCH, max(*counts, 1), *x.shape[2:]), padding, dtype=x.dtype) for x in inputs]
+    for b, count in enumerate(counts):
+        for part, x in zip(chunk, inputs):
+            part[b, :count] = x[b, at[b] : at[b] + count]
+    return chunk
 
 
 # -- equal to the full forward ------------------------------------------------------------------------------------------------
@@ -67,66 +85,34 @@ def test_chunks_of_any_size_equal_the_full_forward(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 99)))
     inputs = draw(tokens, heads, data.draw(st.sampled_from((1, 2))))
     cache = make(pattern, num_kv_heads=heads, max_length=data.draw(st.sampled_from((None, tokens, tokens + 7))))
-    outs, at = [], 0
-    while at < tokens:
-        size = data.draw(st.integers(1, tokens - at))
-        outs.append(feed(cache, inputs, at, at + size))
-        at += size
-    torch.testing.assert_close(torch.cat(outs, dim=1), full(inputs, pattern), **EXACT)
+    borders = sorted({0, *data.draw(st.lists(st.integers(0, tokens))), tokens})
+    torch.testing.assert_close(feed_all(cache, inputs, *borders), full(inputs, pattern), **EXACT)
     assert cache.lengths.tolist() == [tokens] * BATCH
 
 
 def test_chunk_longer_than_a_block_equals_the_full_forward() -> None:
     tokens = 2 * BLOCK + 17
     inputs, cache = draw(tokens), make(LONGNET)
-    outs = [feed(cache, inputs, 0, 3), feed(cache, inputs, 3, tokens - 1), feed(cache, inputs, tokens - 1, tokens)]
-    torch.testing.assert_close(torch.cat(outs, dim=1), full(inputs, LONGNET), **EXACT)
-
-
-def test_token_that_no_branch_keeps_gives_zero() -> None:
-    pattern = DilatedPattern((6,), (3,))  # heads 0 and 1 keep residue 0, heads 2 and 3 residue 1, head 4 residue 2
-    inputs, cache = draw(), make(pattern)
-    outs = torch.cat([feed(cache, inputs, t, t + 1) for t in range(7)], dim=1)
-    zero = (outs == 0).all(-1)[0, :, ::GROUP]  # (T, Hkv)
-    assert torch.equal(zero, torch.tensor([[t % 6 % 3 != h // 2 for h in range(HEADS)] for t in range(7)]))
+    torch.testing.assert_close(feed_all(cache, inputs, 0, 3, tokens - 1, tokens), full(inputs, LONGNET), **EXACT)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_scale_is_used_in_every_path(scale: float) -> None:
     inputs, cache = draw(), make(LONGNET)
-    outs = [cache.attend(*(x[:, a:b] for x in inputs), scale=scale) for a, b in ((0, 9), (9, 30), (30, 31))]
-    expected = reference.dilated_attention(*inputs, LONGNET, is_causal=True, scale=scale)[0]
-    torch.testing.assert_close(torch.cat(outs, dim=1), expected[:, :31], **EXACT)
+    out = feed_all(cache, inputs, 0, 9, 30, 31, scale=scale)
+    torch.testing.assert_close(out, full(inputs, LONGNET, scale=scale)[:, :31], **EXACT)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_sinks_are_one_more_key_of_each_head_with_value_zero(pattern: DilatedPattern) -> None:
     inputs, sinks = draw(), torch.linspace(-3.0, 4.0, HEADS * GROUP, dtype=torch.float64)
-    out, lse = reference.dilated_attention(*inputs, pattern, is_causal=True)
-    share = 1 / (1 + torch.exp(sinks - lse.transpose(1, 2)))  # (B, N, H)
-    cache, parts, start = make(pattern), [], 0
-    for size in (17, 1, 20, 1, 22):
-        parts.append(cache.attend(*(x[:, start : start + size] for x in inputs), sinks=sinks))
-        start += size
-    torch.testing.assert_close(torch.cat(parts, dim=1), out * share[..., None], **EXACT)
+    cache = make(pattern)
+    out = feed_all(cache, inputs, 0, 17, 18, 38, 39, TOKENS, sinks=sinks)
+    torch.testing.assert_close(out, full(inputs, pattern, sinks), **EXACT)
     with pytest.raises(ValueError, match=r"sinks must have shape \(H,\)=\(10,\), got \(5,\)"):
         cache.attend(*(x[:, :1] for x in inputs), sinks=sinks[:5])
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="sinks must not require a gradient"):
         cache.attend(*(x[:, :1] for x in inputs), sinks=sinks.requires_grad_())
-
-
-@pytest.mark.parametrize("at", [0, 9])
-def test_scale_must_be_finite(at: int) -> None:
-    inputs, cache = draw(), make(LONGNET)
-    if at:
-        feed(cache, inputs, 0, at)
-    with pytest.raises(ValueError, match=r"^scale must be finite, got nan$"):
-        cache.attend(*(x[:, at : at + 1] for x in inputs), scale=float("nan"))
-    single = make(LONGNET, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"^scale must be finite in torch.float32, in which torch.float32 is scored, got 1e\+39$"):
-        single.attend(*(x[:, :1].float() for x in inputs), scale=1e39)
-    with pytest.raises(TypeError, match=r"^scale must be a number or None, got True$"):
-        cache.attend(*(x[:, at : at + 1] for x in inputs), scale=True)
 
 
 def test_autocast_does_not_reach_into_the_cache() -> None:
@@ -147,11 +133,7 @@ def test_sequences_of_different_lengths_equal_each_alone(pattern: DilatedPattern
     if first:
         steps.insert(0, [first] * BATCH)
     for counts in steps:
-        size = max(*counts, 1)
-        chunk = [torch.full((BATCH, size, *x.shape[2:]), torch.nan, dtype=x.dtype) for x in inputs]
-        for b, count in enumerate(counts):
-            for part, x in zip(chunk, inputs):
-                part[b, :count] = x[b, at[b] : at[b] + count]
+        chunk = padded_chunk(inputs, at, counts)
         chunk[0].nan_to_num_(3.0)
         out = cache.attend(*chunk, lengths=torch.tensor(counts))
         for b, count in enumerate(counts):
@@ -166,7 +148,7 @@ def test_sequences_of_different_lengths_equal_each_alone(pattern: DilatedPattern
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype: torch.dtype) -> None:
     inputs, cache = draw(dtype=dtype), make(LONGNET, dtype=dtype)
-    out = torch.cat([feed(cache, inputs, a, b) for a, b in ((0, 20), (20, 33), *((t, t + 1) for t in range(33, TOKENS)))], dim=1)
+    out = feed_all(cache, inputs, 0, 20, *range(33, TOKENS + 1))
     assert out.dtype == dtype
     naive = dilated_attention(*inputs, LONGNET, is_causal=True, backend="sdpa")
     assert_twice_naive(out, naive, full(inputs, LONGNET))
@@ -187,18 +169,6 @@ def test_rows_are_those_of_the_current_segments_alone() -> None:
     for a, b in ((0, 100), (100, 250), (250, 251)):
         feed(cache, inputs, a, b)
     assert [store.k.data_ptr() for store in cache._stores] == before
-
-
-@pytest.mark.parametrize("pattern", [RAGGED, GROUPED], ids=str)
-def test_step_compiles_once(pattern: DilatedPattern) -> None:
-    inputs, cache = draw(), make(pattern)
-    compilations = torch._dynamo.testing.CompileCounter()
-    torch.compiler.reset()
-    step = torch.compile(cache.attend, fullgraph=True, backend=compilations, dynamic=False)
-    feed(cache, inputs, 0, 9)
-    outs = [step(*(x[:, t : t + 1].contiguous() for x in inputs)) for t in range(9, TOKENS)]
-    torch.testing.assert_close(torch.cat(outs, dim=1), full(inputs, pattern)[:, 9:], **EXACT)
-    assert compilations.frame_count == 1
 
 
 @pytest.mark.slow
@@ -242,8 +212,7 @@ def test_crop_forgets_what_came_after(seen: int, kept: int) -> None:
     assert cache.lengths.tolist() == [kept] * BATCH
     joined = tuple(torch.cat([x[:, :kept], y[:, kept:]], dim=1) for x, y in zip(inputs, other))
     expected = full(joined, pattern)
-    out = torch.cat([feed(cache, joined, kept, kept + 1), feed(cache, joined, kept + 1, kept + 12)], dim=1)
-    torch.testing.assert_close(out, expected[:, kept : kept + 12], **EXACT)
+    torch.testing.assert_close(feed_all(cache, joined, kept, kept + 1, kept + 12), expected[:, kept : kept + 12], **EXACT)
 
 
 def test_crop_rejects_what_is_overwritten_and_accepts_its_neighbours() -> None:
@@ -263,15 +232,6 @@ def test_crop_rejects_what_is_overwritten_and_accepts_its_neighbours() -> None:
     with pytest.raises(ValueError, match="got 10 of 14 tokens"):  # the beginning of a segment brings the one before not back
         cache.crop(10)
     cache.crop(0)
-
-
-def test_reset_starts_anew() -> None:
-    inputs, cache = draw(), make(LONGNET)
-    feed(cache, tuple(x.fill_(torch.nan) for x in draw()), 0, 20)
-    cache.reset()
-    assert cache.lengths.tolist() == [0] * BATCH
-    out = torch.cat([feed(cache, inputs, 0, 5), feed(cache, inputs, 5, 25)], dim=1)
-    torch.testing.assert_close(out, full(inputs, LONGNET)[:, :25], **EXACT)
 
 
 # -- what must not reach the output -------------------------------------------------------------------------------------------
@@ -311,14 +271,12 @@ def test_rows_that_take_no_part_never_reach_the_output(data: st.DataObject) -> N
     if data.draw(st.booleans()):
         cache.attend(*(torch.full_like(x[:, :1], value) for x in inputs))
         cache.reset()
+        assert not cache.lengths.any()
     at, outs = [0] * BATCH, [[] for _ in range(BATCH)]
     while min(at) < tokens:
         size = chance.choice((1, 1, 2, 3, 13))
         counts = [min(chance.randint(0, size), tokens - seen) for seen in at]
-        chunk = [torch.full((BATCH, size, *x.shape[2:]), value, dtype=x.dtype) for x in inputs]  # padding is poison, queries too
-        for b, count in enumerate(counts):
-            for part, x in zip(chunk, inputs):
-                part[b, :count] = x[b, at[b] : at[b] + count]
+        chunk = padded_chunk(inputs, at, counts, value)  # padding is poison, queries too
         with torch.autocast("cpu", torch.bfloat16, enabled=chance.random() < 0.5):
             out = cache.attend(*chunk, lengths=torch.tensor(counts), scale=scale)
         for b, count in enumerate(counts):
@@ -336,21 +294,17 @@ def test_rows_that_take_no_part_never_reach_the_output(data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "poison", "chunks"),
-    [(torch.float64, torch.nan, (40,)), (torch.float32, torch.inf, (9, 31)), (torch.bfloat16, -torch.inf, (1,) * 40)],
+    ("dtype", "poison", "borders"),
+    [(torch.float64, torch.nan, (0, 40)), (torch.float32, torch.inf, (0, 9, 40)), (torch.bfloat16, -torch.inf, range(41))],
 )
-def test_poison_in_a_finished_segment_ends_with_it(dtype: torch.dtype, poison: float, chunks: tuple[int, ...]) -> None:
+def test_poison_in_a_finished_segment_ends_with_it(dtype: torch.dtype, poison: float, borders: Sequence[int]) -> None:
     pattern = DilatedPattern((7,), (1,))
     inputs, cache = draw(40, dtype=dtype), make(pattern, dtype=dtype)
     clean = [x.clone() for x in inputs]
     inputs[1][1, 10, 2, 0], inputs[2][1, 10, 2, 1] = poison, poison
-    outs, at = [], 0
-    for size in chunks:
-        outs.append(feed(cache, inputs, at, at + size))
-        at += size
+    out = feed_all(cache, inputs, *borders)
     is_nan = torch.zeros(BATCH, 40, HEADS * GROUP, 1, dtype=torch.bool)
     is_nan[1, 10:14, 2 * GROUP : 3 * GROUP] = True
-    out = torch.cat(outs, dim=1)
     assert torch.equal(out.isnan(), is_nan.expand_as(out))
     naive = dilated_attention(*clean, pattern, is_causal=True)
     assert_twice_naive(
@@ -398,14 +352,15 @@ def test_copies_of_a_cache_go_their_own_ways() -> None:
     expected = full(inputs, GROUPED)[:, 9:12]
     feed(cache, other, 9, 12)
     torch.testing.assert_close(feed(copied, inputs, 9, 12), expected, **EXACT)
-    torch.testing.assert_close(torch.cat([feed(pickled, inputs, t, t + 1) for t in range(9, 12)], dim=1), expected, **EXACT)
+    torch.testing.assert_close(feed_all(pickled, inputs, *range(9, 13)), expected, **EXACT)
 
 
-def test_compiled_step_takes_marks_and_full_sequences() -> None:
-    inputs, cache = draw(14), make(LONGNET, max_length=14)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_compiled_once_a_step_takes_marks_and_full_sequences(pattern: DilatedPattern) -> None:
+    inputs, cache = draw(14), make(pattern, max_length=14)
     poisoned = torch.zeros(BATCH, 14, HEADS, dtype=torch.bool)
     poisoned[0, 11, 4] = True
-    expected = full(inputs, LONGNET).masked_fill(sees(inputs, LONGNET, poisoned)[..., None], torch.nan)
+    expected = full(inputs, pattern).masked_fill(sees(inputs, pattern, poisoned)[..., None], torch.nan)
     inputs[1].masked_fill_(poisoned[..., None], torch.inf)
     compilations = torch._dynamo.testing.CompileCounter()
     torch.compiler.reset()
@@ -432,6 +387,7 @@ def test_refused_call_leaves_the_cache_as_it_was() -> None:
         chunk = [x[:, 13 : 13 + size] for x in inputs]
         for options, error, message in (
             ({"scale": "1"}, TypeError, "scale must be a number or None, got '1'"),
+            ({"scale": True}, TypeError, "scale must be a number or None, got True"),
             ({"scale": torch.nan}, ValueError, "scale must be finite, got nan"),
             (
                 {"backend": "nope"},
@@ -460,18 +416,30 @@ def test_refused_call_leaves_the_cache_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("call", "error", "message"),
     [
-        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-        ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1, got 0"),
-        ({"head_dim": 2.0}, TypeError, "head_dim must be an integer, got 2.0"),
-        ({"max_length": 0}, ValueError, "max_length must be at least 1, got 0"),
-        ({"dtype": torch.int64}, TypeError, "dtype must be float64, float32, bfloat16 or float16, got torch.int64"),
+        (lambda: make(LONGNET, batch_size=0), ValueError, "batch_size must be at least 1, got 0"),
+        (lambda: make(LONGNET, num_kv_heads=0), ValueError, "num_kv_heads must be at least 1, got 0"),
+        (lambda: make(LONGNET, head_dim=2.0), TypeError, "head_dim must be an integer, got 2.0"),
+        (lambda: make(LONGNET, max_length=0), ValueError, "max_length must be at least 1, got 0"),
+        (
+            lambda: make(LONGNET, dtype=torch.int64),
+            TypeError,
+            "dtype must be float64, float32, bfloat16 or float16, got torch.int64",
+        ),
+        (lambda: make(LONGNET).reorder(torch.tensor([0, 1])), ValueError, "indices must have shape (B,)=(3,), got (2,)"),
+        (lambda: make(LONGNET).reorder(torch.tensor([0, 1, 3])), ValueError, "indices must be in [0, B=3), got [0, 1, 3]"),
+        (lambda: make(LONGNET).reorder(torch.tensor([0, -1, 2])), ValueError, "indices must be in [0, B=3), got [0, -1, 2]"),
+        (lambda: make(LONGNET).reorder(torch.zeros(3)), TypeError, "indices must be int64, got torch.float32"),
+        (lambda: make(LONGNET).crop(-1), ValueError, "length must be at least 0, got -1"),
+        (lambda: make(LONGNET).crop(1.0), TypeError, "length must be an integer, got 1.0"),
+        (lambda: make(LONGNET).crop(torch.ones(3)), TypeError, "length must be an integer, got 1.0"),
+        (lambda: make(LONGNET).crop(torch.tensor(1)), ValueError, "length must have shape (B,)=(3,), got ()"),
     ],
 )
-def test_cache_rejects_wrong_sizes(options: dict[str, object], error: type[Exception], message: str) -> None:
+def test_cache_rejects_wrong_sizes_indices_and_lengths(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        make(LONGNET, **options)
+        call()
 
 
 def test_cache_rejects_shifted_positions_and_accepts_one_segment() -> None:
@@ -481,8 +449,7 @@ def test_cache_rejects_shifted_positions_and_accepts_one_segment() -> None:
     with pytest.raises(NotImplementedError, match="dilation rate 2 of segment length 7"):
         make(pattern)
     inputs, cache = draw(7), make(pattern, max_length=7)
-    out = torch.cat([feed(cache, inputs, 0, 4), feed(cache, inputs, 4, 7)], dim=1)
-    torch.testing.assert_close(out, full(inputs, pattern), **EXACT)
+    torch.testing.assert_close(feed_all(cache, inputs, 0, 4, 7), full(inputs, pattern), **EXACT)
     with pytest.raises(TypeError, match=r"^pattern must be a DilatedPattern, got tuple$"):
         make(((7,), (2,)))
 
@@ -525,22 +492,6 @@ def test_attend_rejects_wrong_tensors() -> None:
     assert cache.new_positions(0).shape == (3, 0)
 
 
-def test_reorder_and_crop_reject_wrong_arguments() -> None:
-    cache = make(LONGNET)
-    for call, error, message in (
-        (lambda: cache.reorder(torch.tensor([0, 1])), ValueError, "indices must have shape (B,)=(3,), got (2,)"),
-        (lambda: cache.reorder(torch.tensor([0, 1, 3])), ValueError, "indices must be in [0, B=3), got [0, 1, 3]"),
-        (lambda: cache.reorder(torch.tensor([0, -1, 2])), ValueError, "indices must be in [0, B=3), got [0, -1, 2]"),
-        (lambda: cache.reorder(torch.tensor([0.0, 1.0, 2.0])), TypeError, "indices must be int64, got torch.float32"),
-        (lambda: cache.crop(-1), ValueError, "length must be at least 0, got -1"),
-        (lambda: cache.crop(1.0), TypeError, "length must be an integer, got 1.0"),
-        (lambda: cache.crop(torch.ones(3)), TypeError, "length must be an integer, got 1.0"),
-        (lambda: cache.crop(torch.tensor(1)), ValueError, "length must have shape (B,)=(3,), got ()"),
-    ):
-        with pytest.raises(error, match=f"^{re.escape(message)}$"):
-            call()
-
-
 # -- calls that are taken back, and parts of a model's heads ------------------------------------------------------------------
 
 
@@ -561,30 +512,26 @@ def test_recorded_calls_are_taken_back_wherever_segments_end(pattern: DilatedPat
     torch.testing.assert_close(feed(cache, inputs, done, TOKENS), expected[:, done:], **EXACT)
 
 
-def test_what_was_not_recorded_is_not_taken_back() -> None:
+def test_what_was_not_recorded_or_is_forgotten_or_overtaken_is_not_taken_back() -> None:
     inputs, cache = draw(), make(LONGNET)
+    refused = pytest.raises(ValueError, match="length must end in the segment that is stored")
     feed(cache, inputs, 0, 29)
     cache.records_past = True
     feed(cache, inputs, 29, 36)
-    with pytest.raises(ValueError, match="length must end in the segment that is stored"):
+    with refused:
         cache.crop(27)
     cache.crop(33)
     torch.testing.assert_close(feed(cache, inputs, 33, 61), full(inputs, LONGNET)[:, 33:], **EXACT)
-
-
-def test_past_that_is_forgotten_or_overtaken_is_not_taken_back() -> None:
-    inputs, cache = draw(), make(LONGNET)
-    cache.records_past = True
-    for start in range(20, 40, 2):
-        feed(cache, inputs, 20 if start == 20 else start, start + 2)
+    cache.reset()
+    feed_all(cache, inputs, *range(20, 42, 2))
     cache.forget_past(5)  # three calls of two tokens, whose first is the 15th
-    with pytest.raises(ValueError, match="length must end in the segment that is stored"):
+    with refused:
         cache.crop(13)
     cache.crop(15)
     feed(cache, inputs, 0, 5)
     cache.records_past = False
     feed(cache, inputs, 5, 9)
-    with pytest.raises(ValueError, match="length must end in the segment that is stored"):
+    with refused:
         cache.crop(20)
 
 
@@ -596,7 +543,7 @@ def test_a_part_of_the_heads_gives_that_part_of_the_outputs(pattern: DilatedPatt
     for first, held in ((0, 2), (2, 3)):
         cache = make(pattern, num_kv_heads=held, first_head=first, total_kv_heads=HEADS)
         mine = (q[:, :, first * GROUP : (first + held) * GROUP], *(x[:, :, first : first + held] for x in (k, v)))
-        parts.append(torch.cat([feed(cache, mine, start, end) for start, end in ((0, 17), (17, 18), (18, 61))], dim=1))
+        parts.append(feed_all(cache, mine, 0, 17, 18, TOKENS))
     torch.testing.assert_close(torch.cat(parts, dim=2), full(inputs, pattern), **EXACT)
     with pytest.raises(ValueError, match=r"first_head must leave room for num_kv_heads=3 of total_kv_heads=5 heads, got 3"):
         make(pattern, num_kv_heads=3, first_head=3, total_kv_heads=HEADS)
@@ -630,5 +577,4 @@ def test_cache_goes_back_behind_a_step_that_failed(monkeypatch: pytest.MonkeyPat
                 cache.attend(*(x[:, 28 : 28 + first] for x in (q, k, v)))
         assert cache.lengths.tolist() == [28, 28]
         cache.crop(27)
-        outs = [cache.attend(*(x[:, t : t + 1] for x in (q, k, v))) for t in range(27, 33)]
-        torch.testing.assert_close(torch.cat(outs, dim=1), expected[:, 27:33], **EXACT)
+        torch.testing.assert_close(feed_all(cache, (q, k, v), *range(27, 34)), expected[:, 27:33], **EXACT)

@@ -55,6 +55,17 @@ def language_model() -> nn.Module:
     return LongNetLM(LongNetConfig(vocab_size=VOCAB, embed_dim=24, num_layers=1, num_heads=4, pattern=PATTERN))
 
 
+class Masked(nn.Module):
+    def forward(self, x: Tensor, ignored: Tensor) -> Tensor:
+        return dilated_attention(x, x, x, DilatedPattern.torchscale((8, 64), (2, 5)), key_padding_mask=ignored)
+
+
+def masked_inputs(num_tokens: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(2, num_tokens, 2, 6, generator=torch.Generator().manual_seed(0))
+    return x, torch.arange(num_tokens) % torch.tensor([[3], [5]]) == 0
+
+
+MASKED = {name: {1: Dim("length", max=61)} for name in ("x", "ignored")}
 MODELS: dict[str, Callable[[], nn.Module]] = {"function": Attention, "layer": SelfAttention, "model": language_model}
 
 
@@ -77,16 +88,11 @@ class Unprojected(nn.Module):
         return dilated_attention(q, q, q, PATTERN, is_causal=True)
 
 
-@pytest.mark.parametrize(("dtype", "strict"), [(torch.float32, True)], ids=str)
-def test_one_program_holds_where_the_fastest_engine_changes_with_the_length(
-    dtype: torch.dtype, strict: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_program_holds_where_the_fastest_engine_changes_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does in float32 on sm_90: the choice must not look at a number that is a symbol."""
     monkeypatch.setattr(request, "detect", lambda device: simulate("sm_90"))
-    length = Dim("length", min=2, max=65536)
-    program = torch.export.export(
-        Unprojected(), (torch.randn(1, 256, 2, 64, dtype=dtype),), dynamic_shapes=({1: length},), strict=strict
-    )
+    shapes = ({1: Dim("length", min=2, max=65536)},)
+    program = torch.export.export(Unprojected(), (torch.randn(1, 256, 2, 64),), dynamic_shapes=shapes, strict=True)
     assert [(r.lower, r.upper) for r in program.range_constraints.values()] == [(2, 65536)]
 
 
@@ -164,20 +170,10 @@ def test_a_portable_program_holds_no_operator_of_ours_and_serves_every_shape() -
 @pytest.mark.slow
 def test_a_segment_longer_than_any_sequence_is_not_padded_and_a_padding_mask_is_an_input() -> None:
     """A segment longer than `max` is one segment, of as many tokens as there are; also where torchscale's positions would shift."""
-
-    class Masked(nn.Module):
-        def forward(self, x: Tensor, ignored: Tensor) -> Tensor:
-            return dilated_attention(x, x, x, DilatedPattern.torchscale((8, 64), (2, 5)), key_padding_mask=ignored)
-
-    def inputs(num_tokens: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(2, num_tokens, 2, 6, generator=torch.Generator().manual_seed(0))
-        return x, torch.arange(num_tokens) % torch.tensor([[3], [5]]) == 0
-
-    length = Dim("length", max=61)
-    program = portable(torch.export.export(Masked(), inputs(43), dynamic_shapes={"x": {1: length}, "ignored": {1: length}}))
+    program = portable(torch.export.export(Masked(), masked_inputs(43), dynamic_shapes=MASKED))
     assert "64" not in re.findall(r"\b\d+\b", program.graph_module.code)
     for num_tokens in (1, 2, 8, 29, 61):
-        torch.testing.assert_close(program.module()(*inputs(num_tokens)), Masked()(*inputs(num_tokens)), **SINGLE)
+        torch.testing.assert_close(program.module()(*masked_inputs(num_tokens)), Masked()(*masked_inputs(num_tokens)), **SINGLE)
 
 
 @pytest.mark.slow
@@ -190,59 +186,43 @@ def test_a_sequence_may_end_before_a_segment_or_behind() -> None:
 
 
 @pytest.mark.slow
-def test_a_float_mask_is_refused() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = MultiheadDilatedAttention(WIDTH, 4, PATTERN)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.attention(x, x, x, key_padding_mask=mask)[0]
-
-    program = torch.export.export(Masked().eval(), (draw("layer"), torch.zeros(2, 43)))
-    with pytest.raises(
-        NotImplementedError, match=r"key_padding_mask must be bool in a portable program, got torch.float32.*mask < 0"
+@torch.no_grad()  # without activation checkpoints: the graph is half as large
+def test_shifted_positions_and_users_functions_are_portable_for_a_static_length() -> None:
+    functions = {"score_mod": lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx).abs()}
+    for model, x in (
+        (Attention(DilatedPattern.torchscale((11,), (4,))), draw("layer", 1)),
+        (Attention(DilatedPattern((8,), (2,)), **functions), draw("layer", 2, 7)),
     ):
-        portable(program)
+        program = portable(torch.export.export(model.eval(), (x,)))
+        torch.testing.assert_close(program.module()(x), model(x), **SINGLE)
 
 
-@pytest.mark.slow
-def test_shifted_positions_are_portable_for_a_static_length() -> None:
-    model, x = Attention(DilatedPattern.torchscale((11,), (4,))).eval(), draw("layer", 1)
-    torch.testing.assert_close(portable(torch.export.export(model, (x,))).module()(x), model(x), **SINGLE)
+class FloatMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiheadDilatedAttention(WIDTH, 4, PATTERN)
 
-
-@pytest.mark.slow
-def test_dropout_and_documents_are_refused() -> None:
-    x = draw("layer", 1)
-    for model, message in (
-        (Attention(dropout_p=0.5), "dropout_p must be 0"),
-        (Attention(cu_seqlens=torch.tensor([0, 5, 43])), "cu_seqlens must be None"),
-    ):
-        with pytest.raises(NotImplementedError, match=message):
-            portable(torch.export.export(model.eval(), (x,)))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, key_padding_mask=torch.zeros_like(x[..., 0]))[0]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_flex_is_refused() -> None:
-    with torch.no_grad():
-        program = torch.export.export(Attention(backend="flex").eval(), (draw("layer"),))
-    with pytest.raises(
-        NotImplementedError, match=r"program must hold operators that have a portable form, got flex_attention.*sdpa"
-    ):
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (FloatMask(), r"key_padding_mask must be bool in a portable program, got torch.float32.*mask < 0"),
+        (Attention(dropout_p=0.5), "dropout_p must be 0"),
+        (Attention(cu_seqlens=torch.tensor([0, 5, 43])), "cu_seqlens must be None"),
+        (Attention(backend="flex"), r"program must hold operators that have a portable form, got flex_attention.*sdpa"),
+    ],
+    ids=["float mask", "dropout", "documents", "flex"],
+)
+def test_what_has_no_portable_form_is_refused(model: nn.Module, message: str) -> None:
+    with torch.set_grad_enabled(getattr(model, "options", {}).get("backend") != "flex"):
+        program = torch.export.export(model.eval(), (draw("layer", 1),))
+    with pytest.raises(NotImplementedError, match=message):
         portable(program)
-
-
-@pytest.mark.slow
-@torch.no_grad()  # without activation checkpoints: the graph is half as large
-def test_users_functions_are_portable_for_a_static_length() -> None:
-    model = Attention(
-        DilatedPattern((8,), (2,)), score_mod=lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx).abs()
-    ).eval()
-    x = draw("layer", 2, 7)
-    program = portable(torch.export.export(model, (x,)))
-    torch.testing.assert_close(program.module()(x), model(x), **SINGLE)
 
 
 # -- TorchScript --------------------------------------------------------------------------------------------------------------

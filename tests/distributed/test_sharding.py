@@ -1,7 +1,8 @@
 """Sequences cut in shards and put together again: refusals in one process on a fake group, the rest over real ranks."""
 
+import re
 from collections import OrderedDict, UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -10,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
 from flexdilated.distributed.mesh import group_of
 from flexdilated.distributed.sharding import local_shard_lengths
-from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly, one_size
+from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly
 from tests.tolerances import EXACT
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -190,25 +190,6 @@ def test_sequences_are_cut_and_put_together_exactly(ranks: Ranks) -> None:
     ranks.run(check_all)
 
 
-def check_unlike(rank: int, mesh: DeviceMesh) -> None:
-    """Ranks of which one reduces no gradient: it would make no call of the backward. All hear of it, and what differs."""
-    for found, x, reduces in (
-        ("reduce_gradients, got ", torch.ones(1, 2, 3, requires_grad=rank > 0), rank > 0),
-        ("requires_grad, got ", torch.ones(1, 2, 3, requires_grad=rank > 0), True),
-    ):
-        with pytest.raises(ValueError, match=f"^ranks must agree on .*{found}"):
-            unshard_sequence(x, mesh, reduce_gradients=reduces)
-    with pytest.raises(ValueError, match=r"^ranks must agree on dim, got 1 on rank 0 and 0 on rank"):
-        unshard_sequence(torch.ones(2, 2, 3), mesh, dim=int(rank == 0))
-    with pytest.raises(TypeError, match=r"^the tensors must be plain ones, this rank's shards, got a DTensor; full_tensor\(\) is"):
-        unshard_sequence(DTensor.from_local(torch.ones(1, 2), mesh, [Shard(1)]), mesh)
-
-
-@one_size
-def test_ranks_that_reduce_no_gradients_beside_others_are_refused(ranks: Ranks) -> None:
-    ranks.run(check_unlike)
-
-
 @exactly(3)
 def test_meshes_of_some_ranks_cut_and_change_under_compiled_functions(ranks: Ranks) -> None:
     ranks.run(check_axes)
@@ -228,14 +209,90 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def test_even_shard_lengths_give_the_first_ranks_one_more() -> None:
-    assert even_shard_lengths(7, 3) == (3, 2, 2)
-    assert even_shard_lengths(2, 5) == (1, 1, 0, 0, 0)
-    assert even_shard_lengths(0, 2) == (0, 0)
-    assert even_shard_lengths(10**9, 1) == (10**9,)
-    with pytest.raises(ValueError, match=r"^num_tokens must be at least 0, got -1$"):
-        even_shard_lengths(-1, 2)
-    with pytest.raises(ValueError, match=r"^num_ranks must be at least 1, got 0$"):
-        even_shard_lengths(7, 0)
+    for given, expected in (((7, 3), (3, 2, 2)), ((2, 5), (1, 1, 0, 0, 0)), ((0, 2), (0, 0)), ((10**9, 1), (10**9,))):
+        assert even_shard_lengths(*given) == expected
+
+
+X, FIRST = torch.zeros(2, 7, 3), torch.zeros(2, dtype=torch.int64)
+OF_BATCHES: list[tuple[object, dict[str, int], type[Exception], str]] = [
+    ({"a": torch.zeros(2, 6), "b": torch.zeros(2, 3)}, {}, ValueError, r"tensors of one length along dim=1, got lengths \[6, 3\]$"),
+    ([torch.zeros(2, 6), torch.zeros(6)], {}, ValueError, r"tensors with dim=1, got shape \(6,\)$"),
+    (torch.zeros(2, 6), {"dim": -3}, ValueError, r"tensors with dim=-3, got shape \(2, 6\)$"),
+    ({"a": None}, {}, TypeError, r"a tensor, got dict$"),
+    (UserDict(a=torch.zeros(2, 6)), {}, TypeError, r".* and tuples, got UserDict; give dict\(\.\.\.\) of it$"),
+    ([torch.zeros(2, 6), torch.zeros(2, 6).numpy()], {}, TypeError, r"tensors in dicts, lists and tuples, got ndarray$"),
+]
+REFUSED: list[tuple[Callable[[DeviceMesh], object], type[Exception], str]] = [
+    (lambda _: even_shard_lengths(-1, 2), ValueError, r"num_tokens must be at least 0, got -1$"),
+    (lambda _: even_shard_lengths(7, 0), ValueError, r"num_ranks must be at least 1, got 0$"),
+    (
+        lambda mesh: shard_sequence(X, mesh),
+        ValueError,
+        r"num_tokens must be a multiple of the ranks of mesh=3, got 7; give shard_lengths, as \(3, 2, 2\)$",
+    ),
+    *(
+        (lambda mesh, lengths=lengths: shard_sequence(X, mesh, shard_lengths=lengths), error, f"shard_lengths must {text}")
+        for lengths, error, text in (
+            ((1, 2), ValueError, r"hold one length per rank of mesh=3, got \(1, 2\)$"),
+            ((9, -2, 0), ValueError, r"not be negative, got \(9, -2, 0\)$"),
+            ((3, 3, 2), ValueError, r"sum to num_tokens=7, got \(3, 3, 2\) of sum 8$"),
+            ((3.0, 2, 2), TypeError, r"hold integers, got \("),
+            ((True, 3, 3), TypeError, r"hold integers, got \("),
+            (7, TypeError, r"be a sequence of integers, got 7$"),
+        )
+    ),
+    *(
+        (call, ValueError, rf"shard_lengths\[1\] must be the number of tokens of this rank={n}, got \(3, 2, 2\)$")
+        for n, call in (
+            (3, lambda mesh: local_shard_lengths(mesh, 3, (3, 2, 2))),
+            (3, lambda mesh: unshard_sequence(torch.zeros(1, 3), mesh, shard_lengths=(3, 2, 2))),
+            (7, lambda mesh: gather_tokens(X, FIRST, mesh, shard_lengths=(3, 2, 2))),
+        )
+    ),
+    (lambda mesh: gather_tokens(X[..., 0], FIRST, mesh), ValueError, r"x_local must have shape \(B, n, E\), got \(2, 7\)$"),
+    (
+        lambda mesh: gather_tokens(X, FIRST[:, None], mesh),
+        ValueError,
+        r"positions must have shape \(B,\)=\(2,\), got \(2, 1\)$",
+    ),
+    *(
+        (
+            lambda mesh, positions=positions: gather_tokens(X, positions, mesh),
+            TypeError,
+            rf"positions must be an int64 or int32 tensor, got {got}$",
+        )
+        for positions, got in (([0, 0], "list"), (FIRST.double(), "torch.float64"), (FIRST.bool(), "torch.bool"))
+    ),
+    *(
+        (lambda mesh, at=at: gather_tokens(X, FIRST + at, mesh), RuntimeError, r".*positions must be in \[0, N=21\), got others")
+        for at in (21, -1)
+    ),
+    *(
+        (lambda mesh, call=call, batch=batch, given=given: call(batch, mesh, **given), error, f"batch must hold {text}")
+        for call in (shard_sequence, unshard_sequence)
+        for batch, given, error, text in OF_BATCHES
+    ),
+    (lambda _: group_of("cp"), TypeError, r"mesh must be a DeviceMesh, got str$"),
+    (lambda _: group_of(DeviceMesh("cpu", [0, 2])), ValueError, r"mesh must hold this rank, got rank 1 and ranks \[0, 2\]$"),
+    (lambda _: group_of(DeviceMesh("cpu", [1, 0])), ValueError, r"mesh must list its ranks in ascending order, got \[1, 0\]$"),
+    (
+        lambda _: group_of(DeviceMesh("cpu", [[0, 1, 2]])),
+        ValueError,
+        r"mesh must be 1-D, got dims None of sizes \(1, 3\); give one axis$",
+    ),
+    (
+        lambda _: shard_sequence(torch.zeros(2, 6), init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "cp"))),
+        ValueError,
+        r"mesh must be 1-D, got dims \('dp', 'cp'\) of sizes \(3, 1\); give one axis, as mesh\['cp'\]$",
+    ),
+]
+
+
+def test_what_cannot_be_cut_or_put_together_is_refused(mesh: DeviceMesh) -> None:
+    for number, (call, error, match) in enumerate(REFUSED):
+        with pytest.raises(error) as caught:
+            call(mesh)
+        assert re.match(match, str(caught.value)), (number, match)
 
 
 def test_shard_lengths_are_equal_or_declared(mesh: DeviceMesh) -> None:
@@ -244,87 +301,9 @@ def test_shard_lengths_are_equal_or_declared(mesh: DeviceMesh) -> None:
     assert shard_sequence(torch.arange(7)[None], mesh, shard_lengths=[0, 6, 1]).tolist() == [[0, 1, 2, 3, 4, 5]]
     assert local_shard_lengths(mesh, 6) == (1, (6, 6, 6))
     assert local_shard_lengths(mesh, 6, [0, 6, 1]) == (1, (0, 6, 1))
-
-
-def test_shard_lengths_that_do_not_tile_are_refused(mesh: DeviceMesh) -> None:
-    message = r"^num_tokens must be a multiple of the ranks of mesh=3, got 7; give shard_lengths, as \(3, 2, 2\)$"
-    with pytest.raises(ValueError, match=message):
-        shard_sequence(torch.zeros(2, 7), mesh)
-    for lengths, message in (
-        ((1, 2), r"^shard_lengths must hold one length per rank of mesh=3, got \(1, 2\)$"),
-        ((9, -2, 0), r"^shard_lengths must not be negative, got \(9, -2, 0\)$"),
-        ((3, 3, 2), r"^shard_lengths must sum to num_tokens=7, got \(3, 3, 2\) of sum 8$"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            shard_sequence(torch.zeros(2, 7), mesh, shard_lengths=lengths)
-    for lengths in ((3.0, 2, 2), (True, 3, 3)):
-        with pytest.raises(TypeError, match=r"^shard_lengths must hold integers, got \("):
-            shard_sequence(torch.zeros(2, 7), mesh, shard_lengths=lengths)
-    with pytest.raises(TypeError, match=r"^shard_lengths must be a sequence of integers, got 7$"):
-        shard_sequence(torch.zeros(2, 7), mesh, shard_lengths=7)
-
-
-def test_unshard_refuses_a_shard_of_another_length(mesh: DeviceMesh) -> None:
-    for call in (
-        lambda n: local_shard_lengths(mesh, n, (3, 2, 2)),
-        lambda n: unshard_sequence(torch.zeros(1, n), mesh, shard_lengths=(3, 2, 2)),
-    ):
-        with pytest.raises(ValueError, match=r"^shard_lengths\[1\] must be the number of tokens of this rank=3, got \(3, 2, 2\)$"):
-            call(3)
-        call(2)
-
-
-def test_tokens_outside_of_a_sequence_and_other_shapes_are_refused(mesh: DeviceMesh) -> None:
-    x, first = torch.zeros(2, 7, 3), torch.zeros(2, dtype=torch.int64)
-    assert gather_tokens(x, first, mesh).shape == (2, 1, 3)
-    with pytest.raises(ValueError, match=r"^x_local must have shape \(B, n, E\), got \(2, 7\)$"):
-        gather_tokens(x[..., 0], first, mesh)
-    with pytest.raises(ValueError, match=r"^positions must have shape \(B,\)=\(2,\), got \(2, 1\)$"):
-        gather_tokens(x, first[:, None], mesh)
-    with pytest.raises(ValueError, match=r"^shard_lengths\[1\] must be the number of tokens of this rank=7, got \(3, 2, 2\)$"):
-        gather_tokens(x, first, mesh, shard_lengths=(3, 2, 2))
-    for positions, got in (([0, 0], "list"), (first.double(), "torch.float64"), (first.bool(), "torch.bool")):
-        with pytest.raises(TypeError, match=rf"^positions must be an int64 or int32 tensor, got {got}$"):
-            gather_tokens(x, positions, mesh)
-    gather_tokens(x, first + 20, mesh)
-    gather_tokens(x, first.int(), mesh)
-    for outside in (21, -1):
-        with pytest.raises(RuntimeError, match=r"positions must be in \[0, N=21\), got others"):
-            gather_tokens(x, first + outside, mesh)
-
-
-def test_batches_of_unequal_tensors_are_refused(mesh: DeviceMesh) -> None:
-    for call in (shard_sequence, unshard_sequence):
-        with pytest.raises(ValueError, match=r"^batch must hold tensors of one length along dim=1, got lengths \[6, 3\]$"):
-            call({"a": torch.zeros(2, 6), "b": torch.zeros(2, 3)}, mesh)
-        call({"a": torch.zeros(2, 6), "b": torch.zeros(1, 6, 3)}, mesh)
-        with pytest.raises(ValueError, match=r"^batch must hold tensors with dim=1, got shape \(6,\)$"):
-            call([torch.zeros(2, 6), torch.zeros(6)], mesh)
-        with pytest.raises(ValueError, match=r"^batch must hold tensors with dim=-3, got shape \(2, 6\)$"):
-            call(torch.zeros(2, 6), mesh, dim=-3)
-        with pytest.raises(TypeError, match=r"^batch must hold a tensor, got dict$"):
-            call({"a": None}, mesh)
-        with pytest.raises(TypeError, match=r"^batch must hold .* and tuples, got UserDict; give dict\(\.\.\.\) of it$"):
-            call(UserDict(a=torch.zeros(2, 6)), mesh)
-        with pytest.raises(TypeError, match=r"^batch must hold tensors in dicts, lists and tuples, got ndarray$"):
-            call([torch.zeros(2, 6), torch.zeros(2, 6).numpy()], mesh)
-
-
-def test_meshes_that_cannot_hold_a_sequence_are_refused(mesh: DeviceMesh) -> None:
-    with pytest.raises(TypeError, match=r"^mesh must be a DeviceMesh, got str$"):
-        group_of("cp")
-    with pytest.raises(ValueError, match=r"^mesh must hold this rank, got rank 1 and ranks \[0, 2\]$"):
-        group_of(DeviceMesh("cpu", [0, 2]))
-    with pytest.raises(ValueError, match=r"^mesh must list its ranks in ascending order, got \[1, 0\]$"):
-        group_of(DeviceMesh("cpu", [1, 0]))
+    assert [gather_tokens(X, at, mesh).shape for at in (FIRST, FIRST + 20, FIRST.int())] == [(2, 1, 3)] * 3
     square = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "cp"))
-    message = r"^mesh must be 1-D, got dims \('dp', 'cp'\) of sizes \(3, 1\); give one axis, as mesh\['cp'\]$"
-    with pytest.raises(ValueError, match=message):
-        shard_sequence(torch.zeros(2, 6), square)
-    with pytest.raises(ValueError, match=r"^mesh must be 1-D, got dims None of sizes \(1, 3\); give one axis$"):
-        group_of(DeviceMesh("cpu", [[0, 1, 2]]))
-    assert group_of(square["dp"])[1:] == (1, 3)
-    assert group_of(square["cp"])[1:] == (0, 1)
+    assert [group_of(square[axis])[1:] for axis in ("dp", "cp")] == [(1, 3), (0, 1)]
 
 
 def test_a_mesh_of_one_rank_gives_the_whole(mesh: DeviceMesh) -> None:
