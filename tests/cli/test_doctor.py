@@ -16,7 +16,7 @@ from flexdilated.backends.sdpa import KERNELS
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.cli import doctor, selfcheck
 from flexdilated.cli.options import DTYPES
-from flexdilated.cli.selfcheck import QUANTITIES, SWITCHES, TOLERANCES, Engine
+from flexdilated.cli.selfcheck import QUANTITIES, Engine
 from flexdilated.core.hardware import detect
 from tests.commands import invoke
 from tests.hardware import simulate
@@ -62,16 +62,6 @@ def test_doctor_passes_its_long_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (report.passed, len(report.checks)) == (True, len(long))
 
 
-def test_doctor_names_the_machine(report: dict[str, Any]) -> None:
-    machine = report["machine"]
-    assert machine["torch"] == torch.__version__
-    assert machine["device"] == "cpu"
-    assert machine["capability"] is None
-    assert machine["recommended_dtype"] in ("bfloat16", "float32")
-    assert any(device.startswith("cpu") for device in machine["devices"])
-    assert torch.get_num_threads() == machine["threads"]  # as before
-
-
 def test_doctor_lists_every_engine_in_every_dtype(report: dict[str, Any]) -> None:
     listed = {(row["backend"], row["kernel"], row["dtype"]) for row in report["engines"]}
     kernels = [("sdpa", kernel.name) for kernel in KERNELS] + [(name, None) for name in BACKENDS if name != "sdpa"]
@@ -83,6 +73,8 @@ def test_doctor_lists_every_engine_in_every_dtype(report: dict[str, Any]) -> Non
 
 def test_doctor_passes_every_check_on_cpu(report: dict[str, Any]) -> None:
     assert report["passed"] is True
+    assert (report["machine"]["torch"], report["machine"]["device"]) == (torch.__version__, "cpu")
+    assert torch.get_num_threads() == report["machine"]["threads"]  # as before
     ran = {(row["kernel"], row["dtype"]) for row in report["checks"]}
     for kernel in ("cpu_flash", "math"):
         assert {(kernel, dtype) for dtype in ("float64", "float32", "bfloat16", "float16")} <= ran
@@ -122,10 +114,8 @@ def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     where = "by measurements of one device of this class ({})"
     cpu = where.format("cpu-avx512-amx-2threads, torch 2.13.0+cpu, 2026-11-20")
     assert measured == f"auto takes sdpa in float32, bfloat16, float16, float64, {cpu}"
-    gpu, left_out = (
-        where.format("NVIDIA H200, torch 2.11.0+cu130, 2026-11-26"),
-        ". It leaves triton out: the code of its {} has changed",
-    )
+    gpu = where.format("NVIDIA H200, torch 2.11.0+cu130, 2026-11-26")
+    left_out = ". It leaves triton out: the code of its {} has changed"
     assert hopper.startswith(f"auto takes sdpa in float32, bfloat16, float16, float64, {gpu}{left_out.format('forward')}")
     unknown = "auto takes sdpa, then flex: nothing has been measured on this class of device"
     assert unmeasured.startswith(unknown + left_out.format("forward"))
@@ -217,15 +207,10 @@ def test_doctor_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, change:
     for row in report["checks"]:
         worst = row["worst"][quantity]
         assert worst is None or worst > row["tolerance"]
-
-
-@pytest.mark.usefixtures("no_long_cases")
-def test_doctor_names_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, scaled_output)
-    code, text, _ = run("--device", "cpu")
-    assert code == 1
-    assert "FAIL sdpa math float32, packed documents, causal: out 1.0e-03" in text
-    assert "0 of 18 checks pass, 18 FAIL" in text
+    _, text, _ = run("--device", "cpu")
+    if change is scaled_output:
+        assert "FAIL sdpa math float32, packed documents, causal: out 1.0e-03" in text
+        assert "0 of 18 checks pass, 18 FAIL" in text
 
 
 @pytest.mark.usefixtures("no_long_cases")
@@ -242,19 +227,7 @@ def test_doctor_reports_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(text)["checks"][0]["worst"]["out"] is None
 
 
-def test_doctor_fails_when_nothing_can_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck, "engines", lambda: [Engine("reference")])
-    code, text, _ = run("--device", "cpu")
-    assert code == 1
-    assert "0 of 0 checks pass" in text
-
-
 # -- the parts ----------------------------------------------------------------------------------------------------------------
-
-
-def test_switches_cover_every_kernel_of_the_sdpa_engine() -> None:
-    assert set(SWITCHES) == {kernel.name for kernel in KERNELS}
-    assert set(TOLERANCES) == set(DTYPES.values())
 
 
 def test_reasons_are_told_once_with_what_they_hold_for() -> None:
@@ -269,24 +242,10 @@ def test_reasons_are_told_once_with_what_they_hold_for() -> None:
     ]
 
 
-def test_table_fits_every_kind_of_gpu() -> None:
-    for name in ("sm_60", "sm_75", "sm_90", "mps"):
-        table = doctor._engine_table(simulate(name))
-        assert table.row_count == len(selfcheck.engines())
-
-
 # -- what it refuses ----------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_rejects_an_unknown_device() -> None:
-    code, out, err = run("--device", "bogus")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: --device must be a device that torch can use here, got 'bogus': ")
-    assert err.count("\n") == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-@pytest.mark.parametrize("arguments", [("--device", "cuda"), ("--device", "cuda:99", "--json")])
+@pytest.mark.parametrize("arguments", [("--device", "bogus"), ("--device", "cuda:99", "--json")])
 def test_doctor_rejects_an_absent_device(arguments: tuple[str, ...]) -> None:
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")

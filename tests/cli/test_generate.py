@@ -49,13 +49,9 @@ def test_command_prints_prompt_and_continuation(folder: Path, tmp_path: Path) ->
         (("--prompt", "a", "--temperature", "0", "--top-k", "3"), "--top-k must be None with temperature=0"),
         (("--prompt", "a", "--device", "abacus"), "--device must be a device that torch can use here, got 'abacus'"),
         (("--prompt", "a", "--model", "words"), "--model must be a model of bytes, with vocab_size=256, got vocab_size=17"),
-        (
-            ("--prompt", "a", "--model", "none"),
-            "--model must be the folder of a saved model, as <output>/dilated of a finished ",
-        ),
-        (
-            ("--prompt", "a", "--model", "half"),
-            "--model must be the folder of a saved model, as <output>/dilated of a finished ",
+        *(
+            (("--prompt", "a", "--model", name), "--model must be the folder of a saved model, as <output>/dilated of a finished ")
+            for name in ("none", "half")
         ),
     ],
 )

@@ -20,34 +20,12 @@ from flexdilated.cli.options import device_named
 from flexdilated.training import checkpoint, corpus, distributed, trainer
 from tests.commands import invoke
 
-COMMANDS = {
-    command.callback.__name__.replace("_", "-"): command.callback for command in app.registered_commands if command.callback
-}
+COMMANDS = {each.callback.__name__.replace("_", "-"): each.callback for each in app.registered_commands if each.callback}
 
 # Defaults that differ with what a command is for: a model to train, a picture that fits a page, a layer of a large model.
-OWN_DEFAULTS = {
-    "--context-parallel",
-    "--heads",
-    "--tokens",
-    "--segment-lengths",
-    "--dilation-rates",
-    "--batch-size",
-    "--output",
-    "--dtype",
-}
+OWN_DEFAULTS = {"--context-parallel", "--heads", "--tokens", "--segment-lengths", "--dilation-rates"}
+OWN_DEFAULTS |= {"--batch-size", "--output", "--dtype"}
 
-# Other words for what an option means; no command may spell it so.
-SYNONYMS = {
-    "--heads": {"--num-heads", "--n-heads", "--num-query-heads"},
-    "--kv-heads": {"--num-kv-heads"},
-    "--context-parallel": {"--ranks", "--world-size"},
-    "--tokens": {"--sequence-length", "--seq-len", "--num-tokens", "--length"},
-    "--batch-size": {"--batch", "--sequences"},
-    "--preset": {"--pattern"},
-    "--causal": {"--is-causal"},
-    "--output": {"--out", "--path"},
-    "--layers": {"--num-layers", "--depth"},
-}
 # Options that say which of the model's layers are written, not how many there are; and choices of other dtypes.
 OWN_MEANINGS = {("encode-slides", "--layers"), ("plan", "--dtype"), ("train", "--dtype")}
 
@@ -87,8 +65,6 @@ def test_one_thing_has_one_spelling_type_and_default() -> None:
                 continue
             meaning = option._replace(default=None) if name in OWN_DEFAULTS else option
             assert seen.setdefault(name, meaning) == meaning, (command, name)
-    synonyms = set().union(*SYNONYMS.values())
-    assert not synonyms & spellings(*COMMANDS)
     assert {"--heads", "--device", "--tokens", "--preset", "--causal", "--json"} <= set(seen)
 
 
@@ -178,13 +154,10 @@ def test_arguments_have_the_names_of_options_but_not_inside_what_python_prints(m
     assert invoke("plan", "--tokens", 9, "--context-parallel", 2) == (2, "", expected)
 
 
-def _pages(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*.md")) if "_build" not in path.parts]
-
-
 def test_commands_of_the_docs_use_options_as_they_are_spelled_now() -> None:
     root = Path(__file__).parents[2]
-    text = "\n".join(path.read_text() for path in (root / "README.md", *_pages(root / "docs")))
+    pages = [path for path in sorted((root / "docs").rglob("*.md")) if "_build" not in path.parts]
+    text = "\n".join(path.read_text() for path in (root / "README.md", *pages))
     lines = re.findall(r"^    .*?flexdilated ([a-z-]+)(.*)$", text, flags=re.MULTILINE)
     assert {command for command, _ in lines} >= {"train", "show", "doctor", "plan", "generate"}
     for command, rest in lines:

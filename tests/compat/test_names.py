@@ -2,12 +2,11 @@
 
 import copy
 import pickle
-import re
 
 import pytest
 import torch
 
-from tests.compat.cases import BARE, FACTORIES, HILBERT, LAYERS, MIGRATION, TRANSFORMERS, arguments, build, inputs, only
+from tests.compat.cases import BARE, HILBERT, LAYERS, arguments, build, inputs, only
 
 
 @pytest.mark.parametrize("name", [*BARE, *LAYERS, HILBERT])
@@ -29,7 +28,3 @@ def test_modules_are_pickled_and_copied(name: str) -> None:
         assert torch.equal(only(twin(*x)), only(module(*x)))
         if name in LAYERS:
             twin.load_state_dict({key.replace("inner_attn_ln", "norm"): y for key, y in module.state_dict().items()})
-
-
-def test_docs_name_every_class() -> None:
-    assert set(re.findall(r"`(\w+)`", MIGRATION.read_text())) >= {*BARE, *LAYERS, HILBERT, *TRANSFORMERS, *FACTORIES}

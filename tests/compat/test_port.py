@@ -59,13 +59,8 @@ def port() -> dict[str, type[nn.Module]]:
             patch.setitem(sys.modules, name, module)
         from dilated_attention_pytorch import dilated_attention, long_net, transformer
 
-        return {
-            "DilatedAttention": dilated_attention.DilatedAttention,
-            "MultiheadDilatedAttention": dilated_attention.MultiheadDilatedAttention,
-            "DilatedTransformerEncoderLayer": transformer.DilatedTransformerEncoderLayer,
-            "DilatedTransformerDecoderLayer": transformer.DilatedTransformerDecoderLayer,
-            "LongNet": long_net.LongNet,
-        }
+        modules = (dilated_attention, dilated_attention, transformer, transformer, long_net)
+        return {name: getattr(module, name) for name, module in zip(NAMES, modules)}
 
 
 def draw(heads: int = HEADS) -> tuple[Tensor, ...]:
@@ -111,21 +106,18 @@ def test_causal_port_sees_the_future_and_we_do_not(port: dict[str, type[nn.Modul
         assert torch.equal(module(q, k, v, True)[:, :8], module(q, k, changed, True)[:, :8]) != sees
 
 
-def test_port_leaves_the_last_heads_out_where_groups_do_not_divide_them(port: dict[str, type[nn.Module]]) -> None:
-    q, k, v = draw(5)  # groups of 2, 2 and 1; the port puts the last at head 2
-    theirs, ours = (build(LENGTHS, RATES)(q, k, v) for build in (port["DilatedAttention"], compat.DilatedAttention))
-    assert not theirs[:, :, 4].any()
-    assert ours[:, :, 4].any()
-
-
-def test_port_ignores_scale_and_dropout_and_takes_whole_segments_only(port: dict[str, type[nn.Module]]) -> None:
+def test_port_leaves_heads_out_ignores_scale_and_dropout_and_takes_whole_segments_only(port: dict[str, type[nn.Module]]) -> None:
+    theirs, ours = port["DilatedAttention"], compat.DilatedAttention
+    odd = draw(5)  # groups of 2, 2 and 1; the port puts the last at head 2
+    assert not theirs(LENGTHS, RATES)(*odd)[:, :, 4].any()
+    assert ours(LENGTHS, RATES)(*odd)[:, :, 4].any()
     q, k, v = draw()
-    plain = port["DilatedAttention"](LENGTHS, RATES)(q, k, v)
-    assert torch.equal(plain, port["DilatedAttention"](LENGTHS, RATES, softmax_scale=3.0, attention_dropout=0.5)(q, k, v))
+    options = {"softmax_scale": 3.0, "attention_dropout": 0.5}
+    assert torch.equal(theirs(LENGTHS, RATES)(q, k, v), theirs(LENGTHS, RATES, **options)(q, k, v))
     shorter = [x[:, :-1] for x in (q, k, v)]
     with pytest.raises(einops.EinopsError, match="can't divide axis of length 47"):
-        port["DilatedAttention"](LENGTHS, RATES)(*shorter)
-    assert compat.DilatedAttention(LENGTHS, RATES)(*shorter).shape == shorter[0].shape
+        theirs(LENGTHS, RATES)(*shorter)
+    assert ours(LENGTHS, RATES)(*shorter).shape == shorter[0].shape
     with pytest.raises(ValueError, match="must be divisible by 8"):
         port["MultiheadDilatedAttention"](30, 5, RATES, LENGTHS)
 

@@ -76,12 +76,3 @@ def test_picture_of_many_tiles_says_how_many_a_cell_stands_for() -> None:
     assert [text.get_text() for text in legend.get_texts()] == labels
     figure = draw_blocks(pattern, PICTURE_CELLS, 1, block_size=1)
     assert figure.axes[0].images[0].get_array().shape == (PICTURE_CELLS, PICTURE_CELLS)
-
-
-def test_outlines_of_very_many_segments_are_left_out() -> None:
-    def outlines(num_tokens: int) -> int:
-        axes = draw_blocks(DilatedPattern((5, 500), (1, 1)), num_tokens, 1, block_size=8).axes[0]
-        return sum(len(lines.get_segments()) for lines in axes.collections if len(lines.get_segments()[0]) == 5)
-
-    assert outlines(320) == 64 + 1
-    assert outlines(321) == 1

@@ -22,10 +22,3 @@ def test_picture_shows_every_loss_against_bytes_seen(tmp_path: Path) -> None:
     write(figure, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
-
-
-def test_every_run_has_a_curve_and_a_legend_entry() -> None:
-    histories = {name: [{"step": 1, "train": 7.0}, {"step": 2, "train": 6.0}] for name in "abcde"}
-    (axes,) = draw_losses(histories, bytes_per_step=10).axes
-    assert len(axes.lines) == 5
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"{name}: training batches" for name in "abcde"]

@@ -107,13 +107,6 @@ def test_long_sequences_are_drawn_in_cells() -> None:
     assert_apart(figure, texts_of_panels(figure))
 
 
-@pytest.mark.parametrize("num_tokens", [61, 1024])
-def test_text_grows_with_the_picture(num_tokens: int) -> None:
-    figure = draw(THREE, num_tokens, 12, is_causal=True)
-    texts = [*figure.texts, *(axes.title for axes in figure.axes), *figure.legends[0].get_texts()]
-    assert min(text.get_fontsize() for text in texts) > 0.9 * figure.get_size_inches()[0]  # points per inch: read at 8 cm
-
-
 def test_dollar_signs_in_names_are_dollar_signs() -> None:
     figures = [
         draw(THREE, 7, 1, name=r"$\\frac{"),

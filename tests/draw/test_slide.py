@@ -58,14 +58,6 @@ def test_every_tile_has_the_colour_of_its_weight() -> None:
     assert_apart(figure, [*figure.legends, *figure.texts])
 
 
-def test_weight_0_has_a_colour_that_the_colour_map_does_not_contain() -> None:
-    from matplotlib import colormaps
-    from matplotlib.colors import to_rgb
-
-    distances = np.linalg.norm(colormaps["cividis"](np.linspace(0, 1, 256))[:, :3] - np.array(to_rgb(UNSEEN)), axis=1)
-    assert distances.min() > 0.5
-
-
 def test_the_scale_ends_at_the_smallest_weight_and_says_what_it_shows() -> None:
     figure = draw_slide_map(
         torch.tensor([0.5, 1.0, 2.0]), torch.arange(6).reshape(3, 2) * SIDE, tile_size=SIDE, label="odds", note="n"

@@ -1,4 +1,3 @@
-import copy
 import math
 import re
 from collections.abc import Iterator
@@ -51,21 +50,13 @@ def randomize(module: nn.Module) -> nn.Module:
 # -- the bare module ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_dilated_attention_module_equals_the_function(is_causal: bool) -> None:
-    q, k, v = heads()
-    mask = ragged_padding()
-    module = DilatedAttention(PATTERN, is_causal=is_causal, scale=0.7)
-    expected = dilated_attention(q, k, v, PATTERN, is_causal=is_causal, scale=0.7, key_padding_mask=mask)
-    torch.testing.assert_close(module(q, k, v, key_padding_mask=mask), expected, **EXACT)
-
-
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("given", [None, False, True])
 def test_dilated_attention_module_is_causal_of_a_call_replaces_its_own(own: bool, given: bool | None) -> None:
     q, k, v = heads()
-    expected = dilated_attention(q, k, v, PATTERN, is_causal=own if given is None else given)
-    torch.testing.assert_close(DilatedAttention(PATTERN, is_causal=own)(q, k, v, is_causal=given), expected, **EXACT)
+    module, options = DilatedAttention(PATTERN, is_causal=own, scale=0.7), {"key_padding_mask": ragged_padding()}
+    expected = dilated_attention(q, k, v, PATTERN, is_causal=own if given is None else given, scale=0.7, **options)
+    torch.testing.assert_close(module(q, k, v, is_causal=given, **options), expected, **EXACT)
 
 
 def test_dilated_attention_module_drops_weights_in_training_only() -> None:
@@ -79,34 +70,6 @@ def test_dilated_attention_module_drops_weights_in_training_only() -> None:
     torch.manual_seed(11)
     assert torch.equal(dropped, dilated_attention(q, k, v, PATTERN, dropout_p=0.3))
     assert not torch.allclose(dropped, plain)
-
-
-REJECTED: list[tuple[dict[str, object], type[Exception], str]] = [
-    ({"is_causal": "yes"}, TypeError, "is_causal must be a bool, got 'yes'"),
-    ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
-    ({"scale": "x"}, TypeError, "scale must be a number or None, got 'x'"),
-    ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
-    ({"dropout_p": "x"}, TypeError, "dropout_p must be a number, got 'x'"),
-    ({"dropout_p": 1.0}, ValueError, "dropout_p must be in [0, 1), got 1.0"),
-    ({"pattern": ((7,), (1,))}, TypeError, "pattern must be a DilatedPattern, got tuple"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), REJECTED, ids=str)
-def test_modules_reject_options_that_no_call_can_use(options: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        DilatedAttention(**{"pattern": PATTERN, **options})
-    if "scale" not in options:
-        with pytest.raises(error, match=f"^{re.escape(message)}$"):
-            MultiheadDilatedAttention(**{"embed_dim": 8, "num_heads": 2, "pattern": PATTERN, **options})
-    DilatedAttention(PATTERN, dropout_p=0.99)
-
-
-def test_dilated_attention_module_has_no_state_and_shows_its_options() -> None:
-    module = DilatedAttention(PATTERN, is_causal=True, scale=0.5, dropout_p=0.25)
-    assert not module.state_dict()
-    for text in ("segment_lengths=(7, 13)", "is_causal=True", "scale=0.5", "dropout_p=0.25", "backend='auto'"):
-        assert text in repr(module)
 
 
 # -- the multi-head layer by its formula ------------------------------------------------------------------------------------------
@@ -147,26 +110,18 @@ def test_multihead_equals_its_formula_over_the_reference(kv_heads: int, is_causa
     assert not torch.allclose(module.train()(x, x, x, mask, is_causal=is_causal)[0], expected)  # weights are dropped
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_multihead_fused_projection_equals_separate_ones(bias: bool) -> None:
-    module = randomize(MultiheadDilatedAttention(EMBED * 2, 10, PATTERN, num_kv_heads=2, bias=bias, dtype=torch.float64))
-    x = draw(BATCH, TOKENS, EMBED * 2).requires_grad_()
-    dout = draw(BATCH, TOKENS, EMBED * 2)
-    leaves = [x, *module.parameters()]
-    fused, _ = module(x, x, x)
-    separate, _ = module(x, x.clone(), x.clone())
-    torch.testing.assert_close(fused, separate, **EXACT)
-    torch.testing.assert_close(torch.autograd.grad(fused, leaves, dout), torch.autograd.grad(separate, leaves, dout), **EXACT)
-
-
-def test_multihead_reads_query_key_and_value_from_their_own_arguments() -> None:
+@pytest.mark.parametrize("same", [False, True])
+def test_multihead_reads_query_key_and_value_from_their_own_arguments(same: bool) -> None:
     module = randomize(multihead())
-    x, y, z = (draw(BATCH, TOKENS, EMBED) for _ in range(3))
+    x, y, z = (draw(BATCH, TOKENS, EMBED).requires_grad_() for _ in range(3))
+    x, y, z = (x, x, x) if same else (x, y, z)
     q, k, v = (p(t).unflatten(-1, (HEADS, HEAD_DIM)) for p, t in zip((module.q_proj, module.k_proj, module.v_proj), (x, y, z)))
     out, _ = reference.dilated_attention(q, k, v, PATTERN)
-    expected = module.out_proj(module.inner_attn_ln(out.flatten(2)))
-    torch.testing.assert_close(module(x, y, z)[0], expected, **EXACT)
-    torch.testing.assert_close(module(query=x, key=y, value=z)[0], expected, **EXACT)
+    expected, dout = module.out_proj(module.inner_attn_ln(out.flatten(2))), draw(BATCH, TOKENS, EMBED)
+    actual = module(query=x, key=y, value=z)[0]
+    torch.testing.assert_close(actual, expected, **EXACT)
+    leaves = [x, *module.parameters()]
+    torch.testing.assert_close(torch.autograd.grad(actual, leaves, dout), torch.autograd.grad(expected, leaves, dout), **EXACT)
 
 
 @pytest.mark.parametrize("same", [False, True])
@@ -179,14 +134,6 @@ def test_multihead_takes_input_without_a_batch(same: bool) -> None:
     assert out.shape == (TOKENS, EMBED)
     assert weights is None
     torch.testing.assert_close(out, module(x[None], y[None], y[None], mask[None])[0][0], **EXACT)
-
-
-def test_multihead_packed_documents_equal_each_alone() -> None:
-    module = randomize(multihead(is_causal=True))
-    x = draw(1, TOKENS, EMBED)
-    packed, _ = module(x, x, x, cu_seqlens=torch.tensor([0, 9, TOKENS]))
-    alone = torch.cat([module(part, part, part)[0] for part in x.split([9, TOKENS - 9], dim=1)], dim=1)
-    torch.testing.assert_close(packed, alone, **EXACT)
 
 
 def test_multihead_applies_rotation_to_projected_queries_and_keys() -> None:
@@ -272,10 +219,8 @@ def test_from_torch_with_dense_pattern_equals_torch(bias: bool, mask: str, is_ca
         causal = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(causal, -math.inf)
     dout = draw(BATCH, TOKENS, EMBED)
     outs = []
-    for module, (query, key, value) in zip((dense, dilated), inputs):
-        out, weights = module(
-            query, key, value, key_padding_mask=padding, need_weights=False, attn_mask=causal, is_causal=is_causal
-        )
+    for module, given in zip((dense, dilated), inputs):
+        out, weights = module(*given, padding, False, causal, True, is_causal)  # by place, in the order of torch
         assert weights is None
         out.backward(dout)
         outs.append(out)
@@ -286,15 +231,6 @@ def test_from_torch_with_dense_pattern_equals_torch(bias: bool, mask: str, is_ca
     expected_gradients = dict(torch_gradients(dense))
     assert gradients.keys() == expected_gradients.keys()
     torch.testing.assert_close(gradients, expected_gradients, **EXACT)
-
-
-def test_multihead_positional_arguments_stand_in_the_order_of_torch() -> None:
-    dense, dilated = pair()
-    x, mask = draw(BATCH, TOKENS, EMBED), ragged_padding()
-    mask[:, 0] = False
-    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    arguments = (x, x, x, mask, False, causal, True, True)
-    torch.testing.assert_close(dilated(*arguments)[0], dense(*arguments)[0], **EXACT)
 
 
 def test_from_torch_keeps_mode_dropout_dtype_and_copies_weights() -> None:
@@ -333,21 +269,11 @@ def test_from_torch_rejects_what_it_cannot_reproduce(options: dict[str, object],
 # -- inside torch's own encoder ---------------------------------------------------------------------------------------------------
 
 
-def encoder_layer(norm_first: bool) -> tuple[nn.TransformerEncoderLayer, nn.TransformerEncoderLayer]:
-    """A torch layer with an even number of heads (the fused path refuses odd ones), and its twin with a dilated attention."""
-    dense = nn.TransformerEncoderLayer(
-        12, 4, 17, dropout=0.0, activation="gelu", batch_first=True, norm_first=norm_first, dtype=torch.float64
-    )
-    randomize(dense)
-    dilated = copy.deepcopy(dense)
-    dilated.self_attn = MultiheadDilatedAttention.from_torch(dilated.self_attn, DENSE)
-    return dense, dilated
-
-
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_multihead_swapped_into_an_encoder_evaluates_padded_batches_unless_nested(nested: bool) -> None:
-    dense, _ = encoder_layer(False)
+    # An even number of heads: the fused path refuses odd ones.
+    dense = randomize(nn.TransformerEncoderLayer(12, 4, 17, dropout=0.0, activation="gelu", batch_first=True, dtype=torch.float64))
     encoder = nn.TransformerEncoder(dense, 2, enable_nested_tensor=nested).eval()
     x, mask = draw(BATCH, TOKENS, 12), torch.arange(TOKENS) >= torch.tensor([[TOKENS], [17], [19]])
     expected = nn.TransformerEncoder(dense, 2, enable_nested_tensor=False).eval()(x, src_key_padding_mask=mask)
@@ -365,20 +291,33 @@ def test_multihead_swapped_into_an_encoder_evaluates_padded_batches_unless_neste
 # -- refusals ---------------------------------------------------------------------------------------------------------------------
 
 
-REJECTED_SIZES: list[tuple[dict[str, object], type[Exception], str]] = [
+REJECTED: list[tuple[dict[str, object], type[Exception], str]] = [
     *(({"num_heads": n}, ValueError, f"num_heads must divide embed_dim=12, got {n}") for n in (0, -1, 5, 13)),
     *(({"num_kv_heads": n}, ValueError, f"num_kv_heads must divide num_heads=4, got {n}") for n in (0, -2, 3, 8)),
     *(({"gamma_init": gamma}, ValueError, f"gamma_init must be above 0, got {gamma}") for gamma in (0.0, -1.0, math.nan)),
     ({"num_heads": 2.0}, TypeError, "num_heads must be an integer, got 2.0"),
     ({"embed_dim": "8"}, TypeError, "embed_dim must be an integer, got '8'"),
     ({"num_kv_heads": True}, TypeError, "num_kv_heads must be an integer, got True"),
+    ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
+    ({"scale": "x"}, TypeError, "scale must be a number or None, got 'x'"),
+    ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
+    ({"dropout_p": "x"}, TypeError, "dropout_p must be a number, got 'x'"),
+    ({"dropout_p": 1.0}, ValueError, "dropout_p must be in [0, 1), got 1.0"),
+    ({"pattern": ((7,), (1,))}, TypeError, "pattern must be a DilatedPattern, got tuple"),
+    ({"exchange": "ring"}, ValueError, "exchange must be 'auto' without mesh, got 'ring'"),
+    ({"mesh": "cp"}, TypeError, "mesh must be a DeviceMesh, got str"),
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), REJECTED_SIZES, ids=str)
-def test_multihead_rejects_sizes(options: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        MultiheadDilatedAttention(**{"embed_dim": 12, "num_heads": 4, "pattern": PATTERN, **options})
+@pytest.mark.parametrize(("options", "error", "message"), REJECTED, ids=str)
+def test_modules_reject_options_that_no_call_can_use(options: dict[str, object], error: type[Exception], message: str) -> None:
+    sizes = {"embed_dim": 12, "num_heads": 4, "num_kv_heads": 2, "gamma_init": 1.0}
+    if not options.keys() & sizes.keys():
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            DilatedAttention(**{"pattern": PATTERN, **options})
+    if "scale" not in options:
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            MultiheadDilatedAttention(**{"pattern": PATTERN, **sizes, **options})
 
 
 def test_multihead_accepts_heads_that_divide() -> None:
@@ -390,39 +329,42 @@ def test_multihead_accepts_heads_that_divide() -> None:
     assert [type(size) for size in (module.embed_dim, module.num_heads, module.num_kv_heads, module.head_dim)] == [int] * 4
 
 
-def test_multihead_rejects_need_weights() -> None:
-    module, x = multihead(), draw(BATCH, TOKENS, EMBED)
-    with pytest.raises(
-        NotImplementedError, match=r"^need_weights must be False, got True: dilated attention never forms its weights$"
-    ):
-        module(x, x, x, need_weights=True)
-    module(x, x, x, need_weights=False)
+CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
+    ({"need_weights": True}, NotImplementedError, "need_weights must be False, got True: dilated attention never forms"),
+    (
+        {"attn_mask": torch.ones(TOKENS, TOKENS).triu(1) > 0},
+        NotImplementedError,
+        "attn_mask must be None unless is_causal=True",
+    ),
+    ({"shard_lengths": [TOKENS]}, ValueError, "shard_lengths must come with mesh, got [23] and no mesh"),
+    *(
+        ({name: torch.ones(shape)}, ValueError, f"{name} must have shape (B, N, 10) or (N, 10), got ({shape[0]},")
+        for name in ("query", "key", "value")
+        for shape in ((BATCH, TOKENS, EMBED + 1), (EMBED,), (1, BATCH, TOKENS, EMBED))
+    ),
+    *(
+        (
+            {name: torch.ones(BATCH, 9, EMBED)},
+            ValueError,
+            f"{name} must have the shape of query=(3, 23, 10), got (3, 9, 10); ",
+        )
+        for name in ("key", "value")
+    ),
+    *(
+        (
+            {"key_padding_mask": torch.zeros(BATCH, TOKENS).index_fill(1, torch.tensor(2), value)},
+            ValueError,
+            "key_padding_mask must be bool, or float with only 0 and -inf, got other values; ",
+        )
+        for value in (-1.0, math.nan)
+    ),
+]
 
 
-def test_multihead_rejects_a_mask_that_is_not_said_to_be_causal() -> None:
-    module, x = multihead(), draw(BATCH, TOKENS, EMBED)
-    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    with pytest.raises(NotImplementedError, match=r"^attn_mask must be None unless is_causal=True, got a mask; the pattern says"):
-        module(x, x, x, attn_mask=mask)
-    torch.testing.assert_close(module(x, x, x, attn_mask=mask, is_causal=True)[0], module(x, x, x, is_causal=True)[0], **EXACT)
-
-
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_multihead_rejects_inputs_of_another_width_or_rank(name: str) -> None:
-    module, x = multihead(), draw(BATCH, TOKENS, EMBED)
-    for wrong in (draw(BATCH, TOKENS, EMBED + 1), draw(EMBED), draw(1, BATCH, TOKENS, EMBED)):
-        with pytest.raises(ValueError, match=rf"^{name} must have shape \(B, N, 10\) or \(N, 10\), got \({wrong.shape[0]},"):
-            module(**{"query": x, "key": x, "value": x, name: wrong})
-
-
-def test_multihead_rejects_float_masks_that_do_more_than_ignore() -> None:
-    module, x = multihead(), draw(BATCH, TOKENS, EMBED)
-    mask = torch.zeros(BATCH, TOKENS)
-    for mask[1, 2] in (-1.0, math.nan):
-        with pytest.raises(ValueError, match=r"^key_padding_mask must be bool, or float with only 0 and -inf, got other values; "):
-            module(x, x, x, key_padding_mask=mask)
-    mask[1, 2] = -math.inf
-    torch.testing.assert_close(module(x, x, x, mask)[0], module(x, x, x, mask != 0)[0], **EXACT)
+@pytest.mark.parametrize(("options", "error", "message"), CALLS, ids=[message[:40] for *_, message in CALLS])
+def test_multihead_rejects_calls(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        multihead()(**{**dict.fromkeys(("query", "key", "value"), draw(BATCH, TOKENS, EMBED)), **options})
 
 
 def test_multihead_query_without_any_key_gives_the_bias_with_finite_gradients() -> None:
@@ -450,24 +392,8 @@ def mesh() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def test_modules_reject_shard_lengths_and_exchange_without_mesh() -> None:
-    q, k, v = heads()
-    message = r"^shard_lengths must come with mesh, got \[23\] and no mesh$"
-    with pytest.raises(ValueError, match=message):
-        DilatedAttention(PATTERN)(q, k, v, shard_lengths=[TOKENS])
-    x = draw(BATCH, TOKENS, EMBED)
-    with pytest.raises(ValueError, match=message):
-        multihead()(x, x, x, shard_lengths=[TOKENS])
-    for build in (lambda **o: DilatedAttention(PATTERN, **o), multihead):
-        with pytest.raises(ValueError, match=r"^exchange must be 'auto' without mesh, got 'ring'$"):
-            build(exchange="ring")
-        build(exchange="auto")
-
-
 def test_modules_reject_meshes_and_exchanges_that_cannot_be_used(mesh: DeviceMesh) -> None:
     for build in (lambda **o: DilatedAttention(PATTERN, **o), multihead):
-        with pytest.raises(TypeError, match=r"^mesh must be a DeviceMesh, got str$"):
-            build(mesh="cp")
         with pytest.raises(ValueError, match=r"^mesh must hold this rank, got rank 1 and ranks \[0\]$"):
             build(mesh=DeviceMesh("cpu", [0]))
         with pytest.raises(
@@ -487,11 +413,3 @@ def test_a_mesh_of_one_rank_is_the_plain_path(mesh: DeviceMesh) -> None:
     module.load_state_dict(whole.state_dict())
     assert torch.equal(module(x, x, x, shard_lengths=[TOKENS])[0], whole(x, x, x)[0])
     assert module(x, x, x)[0].grad_fn is not None
-
-
-@pytest.mark.parametrize("name", ["key", "value"])
-def test_another_sequence_is_refused_by_its_name(name: str) -> None:
-    module = MultiheadDilatedAttention(12, 2, PATTERN)
-    given = dict.fromkeys(("query", "key", "value"), torch.ones(2, 17, 12)) | {name: torch.ones(2, 9, 12)}
-    with pytest.raises(ValueError, match=rf"^{name} must have the shape of query=\(2, 17, 12\), got \(2, 9, 12\); use nn.Mult"):
-        module(**given)

@@ -125,15 +125,10 @@ def test_model_rejects_what_does_not_go_with_caches() -> None:
         (lambda: lm(tokens, lengths=torch.tensor([1, 2, 3])), ValueError, "lengths must come with caches, got no caches"),
         (lambda: lm(tokens, last_only=True), ValueError, "last_only must come with caches, got no caches; take the last of all"),
         (lambda: lm(tokens, caches=5), TypeError, "caches must be a sequence of DilatedKVCache, got 5; use make_caches"),
-        (lambda: lm(tokens, caches=[5, 6]), TypeError, "caches must be a sequence of DilatedKVCache, got [5, 6]; use make"),
         (lambda: lm(tokens, caches=caches[:1]), ValueError, "caches must be one per layer=2, got 1"),
         (lambda: lm(tokens, caches=caches[:1] * 2), ValueError, "caches must be different objects, got one for two"),
         (lambda: lm(tokens[:2], caches=caches), ValueError, "tokens must have the batch size of caches=3, got 2"),
-        (
-            lambda: lm(tokens, caches=caches, key_padding_mask=padding),
-            NotImplementedError,
-            "key_padding_mask must be None with cache",
-        ),
+        (lambda: lm(tokens, caches=caches, key_padding_mask=padding), NotImplementedError, "key_padding_mask must be None with"),
         (lambda: lm(tokens, caches=foreign), ValueError, "cache must be for the layer's pattern="),
         (lambda: lm.train()(tokens, caches=caches), NotImplementedError, "cache must come without dropout, got 0.1; call eval"),
     ]
@@ -178,27 +173,20 @@ def test_generate_takes_prompts_of_different_lengths() -> None:
         assert torch.equal(drawn[b : b + 1], lm.generate(tokens[b : b + 1, :n], max_new_tokens=11, temperature=0))
 
 
-def test_generate_stops_each_sequence_at_a_stop_token_and_ends_early() -> None:
+@pytest.mark.parametrize("held_in", [iter, set, np.array, torch.tensor])
+def test_generate_stops_each_sequence_at_a_stop_token_and_ends_early(held_in: Callable[[tuple[int, ...]], Any]) -> None:
     lm, tokens = model(tie_embeddings=False), draw_tokens(2, 5)
     options = {"max_new_tokens": 40, "temperature": 1.0}
     free = lm.generate(tokens, generator=torch.Generator().manual_seed(1), **options)
     stops = (int(free[0, 3]), int(free[1, 8]))
     ends = [min(row.tolist().index(stop) for stop in stops if stop in row.tolist()) for row in free]
     assert ends[0] != ends[1]
-    drawn = lm.generate(tokens, generator=torch.Generator().manual_seed(1), stop_tokens=stops, pad_token=VOCAB - 1, **options)
+    options |= {"stop_tokens": held_in(stops), "pad_token": VOCAB - 1}
+    drawn = lm.generate(tokens, generator=torch.Generator().manual_seed(1), **options)
     assert drawn.shape == (2, max(ends) + 1)
     for row, whole, end in zip(drawn, free, ends):
         assert torch.equal(row[: end + 1], whole[: end + 1])
         assert (row[end + 1 :] == VOCAB - 1).all()
-
-
-@pytest.mark.parametrize("held_in", [iter, set, np.array, torch.tensor])
-def test_generate_takes_stop_tokens_of_every_iterable(held_in: Callable[[list[int]], Any]) -> None:
-    lm, tokens = model(tie_embeddings=False), draw_tokens(2, 5)
-    stops = lm.generate(tokens, max_new_tokens=7, temperature=0)[:, 3].tolist()
-    expected = lm.generate(tokens, max_new_tokens=7, temperature=0, stop_tokens=stops)
-    assert expected.shape[1] < 7
-    assert torch.equal(lm.generate(tokens, max_new_tokens=7, temperature=0, stop_tokens=held_in(stops)), expected)
 
 
 def test_generate_calls_the_model_as_a_module() -> None:
@@ -247,17 +235,11 @@ def test_generate_drops_nothing_and_leaves_the_mode_of_every_module(fails: bool)
     ("options", "error", "message"),
     [
         ({"tokens": torch.zeros(3, dtype=torch.int64)}, ValueError, "tokens must have shape (B, N), B and N at least 1, got (3,)"),
-        (
-            {"tokens": torch.zeros(3, 0, dtype=torch.int64)},
-            ValueError,
-            "tokens must have shape (B, N), B and N at least 1, got (3, 0)",
-        ),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"stop_tokens": (1, 17)}, ValueError, "stop_tokens[1] must be in [0, vocab_size=17), got 17"),
         ({"pad_token": -1}, ValueError, "pad_token must be in [0, vocab_size=17), got -1"),
         ({"stop_tokens": (1, 1.5)}, TypeError, "stop_tokens[1] must be an integer, got 1.5"),
         ({"pad_token": True}, TypeError, "pad_token must be an integer, got True"),
-        ({"pad_token": torch.tensor(1.5)}, TypeError, "pad_token must be an integer, got tensor(1.5000)"),
         ({"stop_tokens": torch.tensor([True])}, TypeError, "stop_tokens[0] must be an integer, got tensor(True)"),
         ({"lengths": torch.tensor([1.0, 2.5, 5.0])}, TypeError, "lengths must be of int64 or int32, got float32"),
         ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths must have shape (B,)=(3,), got (2,)"),

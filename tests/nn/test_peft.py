@@ -131,13 +131,6 @@ def test_low_rank_adapters_train_merge_and_load(name: str, use_dora: bool, tmp_p
         assert merged.state_dict().keys() == base.state_dict().keys()
 
 
-@pytest.mark.parametrize("place", ATTENTION)
-def test_an_adapter_on_one_projection_alone_acts(place: str) -> None:
-    base, x = language_model(tie=True).eval(), tokens()
-    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=2, target_modules=[place], init_lora_weights=False))
-    assert (model.double()(x) - base(x)).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("tie", [False, True])
 def test_generation_draws_from_the_adapted_model(tie: bool) -> None:
     x = tokens()
@@ -167,20 +160,11 @@ def test_adapter_of_the_librarys_own_causal_model_comes_back_from_a_file(tmp_pat
     from flexdilated.hub.transformers import LongNetForCausalLM, LongNetHFConfig
 
     sizes = {"vocab_size": VOCAB, "embed_dim": EMBED, "num_layers": 2, "num_heads": 3, "ffn_dim": 17}
-    base, x = LongNetForCausalLM(LongNetHFConfig(**sizes, dilated_pattern=PATTERN.to_dict())).double(), tokens()
-    before = base.eval()(x).logits
-    config = peft.LoraConfig(r=2, target_modules=ATTENTION, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(copy.deepcopy(base), config).double()
-    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5), []
-    for _ in range(6):
-        loss = model(input_ids=x, labels=x).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    expected = model.eval()(input_ids=x).logits
-    assert (expected - before).abs().max() > 1e-3
+    base, x = LongNetForCausalLM(LongNetHFConfig(**sizes, dilated_pattern=PATTERN.to_dict())).double().eval(), tokens()
+    config = peft.LoraConfig(r=2, target_modules=ATTENTION, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(copy.deepcopy(base), config).double().eval()
+    expected = model(input_ids=x, labels=x).logits
+    assert (expected - base(x).logits).abs().max() > 1e-3
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path).double().eval()
     torch.testing.assert_close(loaded(input_ids=x).logits, expected, **EXACT)

@@ -1,5 +1,6 @@
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -49,21 +50,12 @@ def xpos_scores(q: Tensor, k: Tensor, positions: Tensor, scale_base: float) -> T
 # -- rotary -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", [100.0, 10000.0])
-def test_rotary_turns_pairs_by_the_definition(base: float) -> None:
+@pytest.mark.parametrize(("base", "start"), [(100.0, 0), (10000.0, 0), (10000.0, 1_000_000)])
+def test_rotary_turns_pairs_by_the_definition(base: float, start: int) -> None:
     q, k = draw(heads=5), draw(heads=1)
-    positions = torch.randperm(1009)[:TOKENS]
+    positions = torch.randperm(1009)[:TOKENS] + start
     for actual, x in zip(Rotary(HEAD_DIM, base=base)(positions).apply(q, k), (q, k)):
         torch.testing.assert_close(actual.double(), turned(x, positions, base), **SINGLE)
-
-
-def test_rotary_tells_position_1000001_from_1000000() -> None:
-    q, k = draw(), draw()
-    positions = torch.arange(TOKENS) + 1_000_000
-    rotary = Rotary(HEAD_DIM)
-    for actual, x in zip(rotary(positions).apply(q, k), (q, k)):
-        torch.testing.assert_close(actual.double(), turned(x, positions), **SINGLE)
-    torch.testing.assert_close(scores(*rotary(positions).apply(q, k)), scores(*rotary(torch.arange(TOKENS)).apply(q, k)), **SINGLE)
 
 
 POSITIONS = pytest.mark.parametrize("position", [Rotary(HEAD_DIM), XPos(HEAD_DIM, NESTED)], ids=["rotary", "xpos"])
@@ -76,6 +68,11 @@ def test_position_keeps_dtype_and_has_no_state(position: nn.Module) -> None:
         q, k = rotation.apply(draw().to(dtype), draw().to(dtype))
         assert q.dtype == k.dtype == dtype
         assert {table.dtype for table in rotation[:4]} == {torch.promote_types(dtype, torch.float32)}
+        torch.set_default_dtype(dtype)
+        try:
+            assert torch.equal(position(torch.arange(TOKENS)).k_cos, rotation.k_cos)
+        finally:
+            torch.set_default_dtype(torch.float32)
     assert not position.state_dict()
 
 
@@ -93,18 +90,6 @@ def test_positions_in_float64_are_exact(start: int) -> None:
 
 
 @POSITIONS
-def test_positions_follow_the_default_dtype(position: nn.Module) -> None:
-    positions = torch.arange(TOKENS)
-    torch.set_default_dtype(torch.float64)
-    try:
-        rotation = position(positions)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(rotation.k_cos, position(positions, dtype=torch.float64).k_cos)
-    assert position(positions).k_cos.dtype == torch.float32
-
-
-@POSITIONS
 def test_rotation_in_float32_is_refused_for_float64_and_wider_ones_are_taken(position: nn.Module) -> None:
     positions, q = torch.arange(TOKENS), draw()
     with pytest.raises(
@@ -116,20 +101,21 @@ def test_rotation_in_float32_is_refused_for_float64_and_wider_ones_are_taken(pos
     assert torch.equal(wide, exact.float())
 
 
-@pytest.mark.parametrize("head_dim", [-2, 0, 1, 13])
-def test_rotary_rejects_odd_head_dim(head_dim: int) -> None:
-    for build in (Rotary, lambda d: XPos(d, NESTED)):
-        with pytest.raises(ValueError, match=rf"^head_dim must be even and at least 2, got {head_dim}$"):
-            build(head_dim)
-        build(2)
+REJECTED = [
+    *(({"head_dim": value}, f"head_dim must be even and at least 2, got {value}") for value in (-2, 0, 1, 13)),
+    *(({"base": value}, f"base must be above 1, got {value}") for value in (1.0, 0.0, -3.0, math.nan)),
+    *(({"scale_base": value}, f"scale_base must be above 0, got {value}") for value in (0.0, -1.0, math.nan)),
+    ({"pattern": 7}, "pattern must be a DilatedPattern, got int"),
+]
 
 
-@pytest.mark.parametrize("base", [1.0, 0.0, -3.0, math.nan])
-def test_rotary_rejects_base_of_one_or_less(base: float) -> None:
-    for build in (lambda b: Rotary(2, base=b), lambda b: XPos(2, NESTED, base=b)):
-        with pytest.raises(ValueError, match=rf"^base must be above 1, got {base}$"):
-            build(base)
-        build(1.001)
+@pytest.mark.parametrize(("options", "message"), REJECTED, ids=str)
+def test_positions_reject_options(options: dict[str, Any], message: str) -> None:
+    for build in (XPos, Rotary) if options.keys() & {"head_dim", "base"} else (XPos,):
+        least = {"head_dim": 2, "base": 1.001} | ({"pattern": NESTED} if build is XPos else {})
+        build(**least)
+        with pytest.raises((ValueError, TypeError), match=f"^{message}$"):
+            build(**least | options)
 
 
 # -- xPos -------------------------------------------------------------------------------------------------------------------------
@@ -169,17 +155,6 @@ def test_xpos_rejects_a_decay_that_leaves_float32_and_accepts_the_base_it_names(
         assert y.isfinite().all()
 
 
-@pytest.mark.parametrize("scale_base", [0.0, -1.0, math.nan])
-def test_xpos_rejects_scale_base_that_is_not_positive(scale_base: float) -> None:
-    with pytest.raises(ValueError, match=rf"^scale_base must be above 0, got {scale_base}$"):
-        XPos(HEAD_DIM, NESTED, scale_base=scale_base)
-
-
-def test_xpos_rejects_what_is_no_pattern() -> None:
-    with pytest.raises(TypeError, match=r"^pattern must be a DilatedPattern, got int$"):
-        XPos(HEAD_DIM, 7)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("pattern", [RAGGED, DilatedPattern((1_000_000,), (1,))], ids=["ragged", "long"])
 @pytest.mark.parametrize("start", [0, 999_000])
 def test_xpos_scores_equal_the_definition_everywhere_where_segments_do_not_nest_or_are_long(
@@ -195,15 +170,12 @@ def test_xpos_scores_equal_the_definition_everywhere_where_segments_do_not_nest_
 
 @pytest.mark.parametrize("borders", [None, (0, 9, 9, 10, 23)], ids=str)
 @pytest.mark.parametrize("pattern", [NESTED, RAGGED, DilatedPattern((5, 10), (1, 2))], ids=["nested", "ragged", "short"])
-@pytest.mark.parametrize("lengths", [(0, 7, 16, 0)], ids=str)
-def test_rotation_of_a_shard_is_that_of_the_whole(
-    lengths: tuple[int, ...], pattern: DilatedPattern, borders: tuple[int, ...] | None
-) -> None:
+def test_rotation_of_a_shard_is_that_of_the_whole(pattern: DilatedPattern, borders: tuple[int, ...] | None) -> None:
     cu_seqlens, cpu = None if borders is None else torch.tensor(borders, dtype=torch.int32), torch.device("cpu")
     for position in (XPos(HEAD_DIM, pattern, scale_base=13.0), Rotary(HEAD_DIM)):
         whole = position(token_positions(TOKENS, cu_seqlens, cpu))
         start = 0
-        for length in lengths:
+        for length in (0, 7, 16, 0):
             positions = token_positions(length, cu_seqlens, cpu, start)
             described = {"length": TOKENS, "cu_seqlens": cu_seqlens} if isinstance(position, XPos) else {}
             shard = position(positions, **described)
