@@ -136,9 +136,9 @@ def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
     kv, q, out = (rows[kind].received for kind in ("kv", "q", "out"))
     buffers = cost_model.buffer_bytes(plan, exchange, rows=rows, **layer.sizes)
     return Strategy(
-        name=exchange,
-        why_not=None,
-        is_exact=is_exact,
+        exchange,
+        None,
+        is_exact,
         forward=forward,
         backward=backward,
         rows=_halved(2 * kv + (q + out) * layer.group),
@@ -156,21 +156,15 @@ def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
     sums = (layer.tokens - np.roll(n, 1)) * layer.kv_heads
     held = np.full_like(n, 2 * own.max() * row * several)
     ring = Strategy(
-        name="ring-all",
-        why_not=None,
-        is_exact=True,
-        forward=others * row,
-        backward=(others + sums) * row,
-        rows=_halved(2 * others),
-        buffers=held,
+        "ring-all", None, True, forward=others * row, backward=(others + sums) * row, rows=_halved(2 * others), buffers=held
     )
     gathered = (own + others) * row * several
     return [
         ring,
         Strategy(
-            name="all-gather",
-            why_not=None,
-            is_exact=True,
+            "all-gather",
+            None,
+            True,
             forward=others * row,
             backward=(layer.ranks - 1) * own * row,
             rows=_halved(2 * others),
@@ -192,13 +186,7 @@ def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
     # A rank sends of its shard what it receives of out, and the reverse.
     buffers = (there + back) * (2 * heads + 2 * kv_heads)
     return Strategy(
-        name="ulysses",
-        why_not=None,
-        is_exact=True,
-        forward=forward * row,
-        backward=backward * row,
-        rows=_halved(forward),
-        buffers=buffers * row,
+        "ulysses", None, True, forward=forward * row, backward=backward * row, rows=_halved(forward), buffers=buffers * row
     )
 
 

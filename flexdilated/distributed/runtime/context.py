@@ -19,6 +19,8 @@ from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import ContextPlan, context_plan
 from flexdilated.distributed.runtime.transport import GroupTransport
 
+PLANNED = ("encoded_pattern", "is_causal", "engine", "first_head", "num_heads")  # in the plan's description, or free to differ
+
 
 class RankContext(NamedTuple):
     """Where a call runs, and how, as plain data that an operator takes beside `Flat`."""
@@ -63,8 +65,7 @@ class RankContext(NamedTuple):
             "dtype": str(q.dtype),
             "batch": q.shape[0],
             "head_dim": q.shape[3],
-            "scale": flat.scale,
-            "dropout_p": flat.dropout_p,
+            **{name: value for name, value in flat._asdict().items() if name not in PLANNED},
             "masked": inputs.key_padding_mask is not None,
             "exchange": self.exchange,
             "differentiable": self.differentiable,
