@@ -48,6 +48,7 @@ KERNEL_ENGINES: dict[str, Callable[[Request], tuple[Kernel, ...]]] = {
     "flash": lambda request: flash.KERNELS,
     "triton": lambda request: (triton_engine.KERNEL,),
 }
+WHOLE = f"it computes whole sequences of all heads, not shards; use backend={next(iter(KERNEL_ENGINES))!r}"
 
 
 def why_not(backend: str, request: Request) -> str | None:
@@ -71,9 +72,11 @@ def choose(backend: str, request: Request, *, divided: bool = False) -> str:
         NotImplementedError: If the named engine cannot run the request; the message has its reason.
     """
     if backend == "auto":
+        table = BY_OPERATIONS if request.modified or request.transformed else BACKENDS
         reasons = {}
         for name in prefer(request):
-            reasons[name] = _divided_why_not(name, request, asked=False) if divided else why_not(name, request)
+            whole = divided and name not in KERNEL_ENGINES
+            reasons[name] = WHOLE if whole else table[name](request)
             if reasons[name] is None:
                 reasons[name] = unproven(name, request) or (triton_engine.why_not_unasked(request) if name == "triton" else None)
             if reasons[name] is None:
@@ -81,8 +84,10 @@ def choose(backend: str, request: Request, *, divided: bool = False) -> str:
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NotImplementedError(f"no backend can run this on {request.hardware.name}: {said}")
     reason = why_not(backend, request)
-    if reason is None and divided:
-        reason = _divided_why_not(backend, request, asked=True)
+    if reason is None and divided and backend == "flex":
+        reason = why_not(backend, replace(request, wants_lse=True))
+    elif reason is None and divided and backend not in KERNEL_ENGINES:
+        reason = WHOLE
     if reason is not None:
         raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware.name}: {reason}")
     return backend
@@ -98,11 +103,3 @@ def choose_kernel(engine: str, request: Request) -> Kernel:
         if kernel.why_not(request) is None:
             return kernel
     raise NotImplementedError(f"backend {engine!r} cannot run this on {request.hardware.name}: {why_not(engine, request)}")
-
-
-def _divided_why_not(name: str, request: Request, *, asked: bool) -> str | None:
-    if name == "flex" and asked:
-        return why_not(name, replace(request, wants_lse=True))
-    if name not in KERNEL_ENGINES:
-        return f"it computes whole sequences of all heads, not shards; use backend={next(iter(KERNEL_ENGINES))!r}"
-    return why_not(name, request)
