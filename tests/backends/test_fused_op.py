@@ -1,7 +1,6 @@
 """The one differentiable operation: what it keeps, cuts, draws, refuses, and how it traces."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import piece_loop
-from flexdilated.core.call import documents
 from flexdilated.core.pattern import encode
 from tests.cases import Case, differentiate
 from tests.distributed.processes import run_ranks
@@ -47,11 +45,6 @@ def test_slabs_of_any_size_give_the_same_result(case: Case, slab_bytes: int, mon
     torch.testing.assert_close(differentiate(attend(case), *case.tensors()), expected, **EXACT)
 
 
-def test_documents_are_first_tokens_and_sizes() -> None:
-    assert documents(None, 17) == ((0, 17),)
-    assert documents(torch.tensor([0, 0, 5, 17]), 17) == ((0, 0), (0, 5), (5, 12))
-
-
 # -- memory -------------------------------------------------------------------------------------------------------------------
 
 
@@ -68,21 +61,6 @@ def test_backward_keeps_only_q_k_v_out_and_lse(pattern: DilatedPattern) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out, lse = dilated_attention(*leaves, pattern, return_lse=True)
     assert set(saved) == {x.data_ptr() for x in (q, k, v, out, lse)}
-
-
-def test_nothing_is_kept_without_gradients() -> None:
-    q, k, v, _, _ = Case(PATTERN).tensors()
-    with torch.inference_mode():
-        assert not dilated_attention(q.requires_grad_(), k, v, PATTERN).requires_grad
-
-
-def test_only_the_asked_gradients_are_given() -> None:
-    q, k, v, dout, _ = Case(PATTERN).tensors()
-    k.requires_grad_()
-    dilated_attention(q, k, v, PATTERN).backward(dout)
-    assert k.grad is not None
-    assert q.grad is None
-    assert v.grad is None
 
 
 def test_lse_alone_has_a_gradient() -> None:
@@ -115,14 +93,6 @@ def test_double_backward_is_refused() -> None:
         dq.sum().backward()
 
 
-def test_double_backward_through_the_named_reference_is_accepted() -> None:
-    case = Case(DilatedPattern((5,), (2,)), num_tokens=7, kv_heads=2, head_dim=2)
-    q, k, v, _, _ = case.tensors()
-    assert torch.autograd.gradgradcheck(
-        lambda q: dilated_attention(q, k, v, case.pattern, backend="reference"), q.requires_grad_(), fast_mode=True
-    )
-
-
 # -- large scores -------------------------------------------------------------------------------------------------------------
 
 
@@ -144,16 +114,6 @@ def test_dq_at_scores_of_3000_errs_as_documented(moved: bool, error: float) -> N
 
 
 # -- dropout ------------------------------------------------------------------------------------------------------------------
-
-
-def test_dropout_repeats_under_a_seed_and_differs_under_another(seed: int) -> None:
-    q, k, v, _, _ = Case(PATTERN).tensors()
-    outs = []
-    for s in (seed, seed, seed + 1):
-        torch.manual_seed(s)
-        outs.append(dilated_attention(q, k, v, PATTERN, dropout_p=0.3))
-    assert torch.equal(outs[0], outs[1])
-    assert not torch.equal(outs[0], outs[2])
 
 
 def test_dropout_is_off_by_default_and_draws_nothing() -> None:
@@ -325,16 +285,6 @@ class Attention(nn.Module):
         return dilated_attention(q, k, v, PATTERN, is_causal=True).flatten(2)
 
 
-def test_exported_attention_serves_every_length() -> None:
-    model = Attention().eval()
-    exported = torch.export.export(
-        model, (torch.randn(2, 43, 6, dtype=torch.float64),), dynamic_shapes={"x": {1: torch.export.Dim("n", min=2)}}
-    )
-    for num_tokens in (43, 7, 101):
-        x = torch.randn(2, num_tokens, 6, dtype=torch.float64)
-        torch.testing.assert_close(exported.module()(x), model(x), **EXACT)
-
-
 # -- data parallel ------------------------------------------------------------------------------------------------------------
 
 WORLD_SIZE = 2
@@ -359,13 +309,3 @@ def train_rank(rank: int) -> None:
 @pytest.mark.slow
 def test_data_parallel_ranks_average_to_the_gradient_of_one(tmp_path: Path) -> None:
     run_ranks(train_rank, WORLD_SIZE, tmp_path)
-
-
-def test_gradients_accumulate_over_calls() -> None:
-    case = replace(Case(PATTERN), lse_gradient=False)
-    q, k, v, dout, _ = case.tensors()
-    q.requires_grad_()
-    for _ in range(2):
-        dilated_attention(q, k, v, PATTERN).backward(dout)
-    _, _, dq, _, _ = differentiate(attend(case), q, k, v, dout)
-    torch.testing.assert_close(q.grad, 2 * dq, **EXACT)

@@ -139,26 +139,6 @@ def test_what_ignored_keys_hold_has_no_effect() -> None:
         torch.testing.assert_close(b, c, **SINGLE)
 
 
-def test_dropout_repeats_under_a_seed_and_keeps_lse(seed: int) -> None:
-    case = CASES["plain"]
-    q, k, v, _, _ = case.tensors(torch.float32, "cuda")
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(seed)
-        runs.append(dilated_attention(q, k, v, PATTERN, dropout_p=0.3, return_lse=True))
-    out, lse = dilated_attention(q, k, v, PATTERN, return_lse=True)
-    assert torch.equal(runs[0][0], runs[1][0])
-    assert not torch.equal(runs[0][0], out)
-    torch.testing.assert_close(runs[0][1], lse, **SINGLE)
-
-
-def test_autocast_computes_in_its_dtype() -> None:
-    q, k, v, _, _ = CASES["plain"].tensors(torch.float32, "cuda")
-    with torch.autocast("cuda", torch.float16):
-        out = dilated_attention(q, k, v, PATTERN)
-    assert torch.equal(out, dilated_attention(q.half(), k.half(), v.half(), PATTERN))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
 def test_compiled_attention_equals_eager() -> None:

@@ -275,19 +275,6 @@ def test_six_lengths_need_few_graphs_per_kind_of_call(layout: str) -> None:
 
 
 @each_layout
-def test_functions_written_anew_need_no_graph_of_their_own(layout: str) -> None:
-    q, k, v, _, _ = PLAIN.tensors(torch.float32, DEVICE)
-    bias = torch.randn(2, device=DEVICE)
-    seen = [graphs()]
-    for _ in range(3):
-        dilated_attention(
-            q, k, v, EVEN, score_mod=lambda s, b, h, i, j: s + bias[h], mask_mod=lambda b, h, i, j: i >= j - 5, backend="flex"
-        )
-        seen.append(graphs())
-    assert seen[3] == seen[2] == seen[1] > seen[0]
-
-
-@each_layout
 def test_a_captured_forward_takes_other_inputs(layout: str) -> None:
     pattern = DilatedPattern((256, 1024), (1, 2))
     inputs, others = ([torch.randn(1, 2053, 4, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)] for _ in range(2))

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import Request, choose_kernel, sdpa
 from flexdilated.backends.kernel import Options
-from flexdilated.core.hardware import SLOW_ON_CPU, Hardware, detect, recommended_dtype
+from flexdilated.core.hardware import SLOW_ON_CPU, detect, recommended_dtype
 from tests.cases import Case, dense_attention
 from tests.hardware import simulate
 from tests.tolerances import SINGLE, assert_twice_naive
@@ -114,8 +114,3 @@ def test_detect_knows_this_cpu(device: str | torch.device) -> None:
     assert (hardware.device_type, hardware.capability) == ("cpu", None)
     assert recommended_dtype(hardware) == (BFLOAT16 if hardware.has_fast_bfloat16 else FLOAT32)
     assert (BFLOAT16 in SLOW_ON_CPU) is not hardware.has_fast_bfloat16
-
-
-def test_detect_knows_other_devices_by_their_type() -> None:
-    assert detect("meta") == Hardware("meta")
-    assert recommended_dtype(simulate("mps")) == FLOAT32

@@ -97,11 +97,6 @@ def dependent_tensors(of: Any) -> Tensor:
     return of(q, k, v, PATTERN, score_mod=lambda s, b, h, i, j: s * table[h] + other[h] * (i - j).abs() + q[b, i, h, 0])[0]
 
 
-def scores_of_functions_alone(of: Any) -> Tensor:
-    q, k, v = tensors()
-    return of(q.detach(), k.detach(), v, PATTERN, score_mod=lambda s, b, h, i, j: torch.zeros_like(s) + 0.1 * j)[0]
-
-
 def values_of_numpy(of: Any) -> Tensor:
     """Values of scores, computed outside of torch: constants if the function says so, or if scores have no gradient."""
     q, k, v = tensors()
@@ -146,7 +141,6 @@ def several_results(of: Any) -> Tensor:
         several_results,
         written_literals,
         dependent_tensors,
-        scores_of_functions_alone,
         values_of_numpy,
         scores_in_place,
     ],
@@ -203,9 +197,6 @@ def gradients(out: Tensor, *, create_graph: bool = False) -> list[Tensor]:
             nodes += [following for following, _ in node.next_functions]
     leaves.sort(key=lambda x: (x.shape, x.flatten()[0].item()))
     return list(torch.autograd.grad(out, leaves, torch.cos(out.detach()), retain_graph=True, create_graph=create_graph))
-
-
-CHANGED = {"q": 0, "k": 1, "v": 2}
 
 
 @pytest.mark.parametrize("changed", ["q", "k", "v", "table", "parameter", "key_padding_mask"])
@@ -310,13 +301,6 @@ def test_a_recorded_function_keeps_no_tensors_for_the_backward() -> None:
 
     dilated_attention(*tensors(), PATTERN, score_mod=score_mod)
     assert not any(alive)
-
-
-def test_a_table_of_inference_mode_may_be_held() -> None:
-    with torch.inference_mode():
-        table = torch.linspace(0.0, 1.0, N, dtype=torch.float64)
-    out = dilated_attention(*tensors(), PATTERN, score_mod=lambda s, b, h, i, j: s + table[j])
-    out.sum().backward()
 
 
 def test_a_backward_keeps_no_more_tensors_than_the_function_did() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttention, attention_map, dilated_attention, reference
+from flexdilated import DilatedKVCache, DilatedPattern, attention_map, dilated_attention, reference
 from flexdilated.backends.flex import rows
 from flexdilated.core.hardware import TRACES_FUNCTIONS
 from flexdilated.distributed.planner.plan import context_plan
@@ -255,14 +255,6 @@ def test_mapped_borders_are_refused_where_they_would_be_read(options: dict[str, 
         assert_close(vmap(call, (0, None))(q[None], borders[0])[0], expected)
 
 
-def test_vmap_within_vmap() -> None:
-    q, k, v, _, _ = Case(SHORT, num_tokens=13, kv_heads=2).tensors()
-    qs, ks = torch.stack([q, -q]), torch.stack([k, 2 * k, 3 * k])
-    call = lambda q, k: dilated_attention(q, k, v, SHORT)  # noqa: E731
-    actual = vmap(lambda q: vmap(lambda k: call(q, k))(ks))(qs)
-    assert_close(actual, torch.stack([torch.stack([call(q, k) for k in ks]) for q in qs]))
-
-
 def test_vmap_draws_dropout_as_torch_defines() -> None:
     q = torch.randn(1, 29, 2, 3)
     qs = q.expand(3, -1, -1, -1, -1)
@@ -291,20 +283,6 @@ def test_an_empty_batch_is_mapped_and_differentiated(pattern: DilatedPattern) ->
         assert mode(call)(q).shape == (*q.shape, *q.shape)
 
 
-def test_gradients_per_sample_of_a_whole_layer() -> None:
-    layer = MultiheadDilatedAttention(12, 3, SHORT, dtype=torch.float64)
-    parameters = {name: p.detach() for name, p in layer.named_parameters()}
-    x = torch.randn(3, 29, 12, dtype=torch.float64)
-
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(layer, parameters, (x[None], x[None], x[None]))[0].square().sum()
-
-    mapped = vmap(grad(loss), (None, 0))(parameters, x)
-    for i in range(3):
-        expected = torch.autograd.grad(loss(dict(layer.named_parameters()), x[i]), list(layer.parameters()))
-        assert_close([mapped[name][i] for name, _ in layer.named_parameters()], list(expected))
-
-
 @pytest.mark.parametrize("outer", [jacfwd, jacrev])
 @pytest.mark.parametrize("inner", [jacfwd, jacrev])
 @pytest.mark.parametrize(
@@ -319,14 +297,6 @@ def test_second_derivatives_equal_those_of_the_definition(case: Case, outer: Any
     (q, k, v, _, _), options = case.tensors(), case.options()
     expected = outer(inner(lambda q: reference.dilated_attention(q, k, v, case.pattern, **options)))(q)
     assert_close(outer(inner(lambda q: dilated_attention(q, k, v, case.pattern, return_lse=True, **options)))(q), expected)
-
-
-def test_a_tangent_of_a_gradient_is_refused() -> None:
-    q, k, v, dout, _ = Case(SHORT).tensors()
-    q.requires_grad_()
-    out = dilated_attention(q, k, v, SHORT)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=TWICE):
-        out.backward(forward_ad.make_dual(dout, dout))
 
 
 # -- functionalize ------------------------------------------------------------------------------------------------------------
@@ -404,15 +374,6 @@ def test_transforms_are_traced_or_refused_by_name(name: str, options: dict[str, 
     torch._dynamo.reset()
     if TRACES_FUNCTIONS:  # what it leaves uncompiled, torch 2.9 differentiates wrongly in plain functions too
         assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, SCORED], ids=["operators", "materialised"])
-def test_compiled_jacobians_of_forward_mode_are_left_uncompiled(options: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    q, k, v, _, _ = Case(ONE, num_tokens=7, kv_heads=1, head_dim=1).tensors()
-    call = jacfwd(lambda q: dilated_attention(q, k, v, ONE, **options))
-    assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -110,17 +109,6 @@ def test_everything_is_checked_then_timed_and_kept(command: Any, tmp_path: Path,
     assert crossovers.FILE.read_text() == before
 
 
-def test_steps_of_a_gpu_are_in_order_and_have_names_of_their_own() -> None:
-    options = argparse.Namespace(device="cuda", engines=CHECKED, processes=0, state=Path("state.json"))
-    wanted = gpu_steps.steps(options, gpu_steps.FULL)
-    assert len({step.name for step in wanted}) == len(wanted)
-    kinds = ["check", "device", "dense", "time", "tiles", "crossovers"]
-    assert [kind for kind, _ in itertools.groupby(step.kind.partition(" ")[0] for step in wanted)] == kinds
-    checks = [step.name for step in wanted if step.kind == "check"]
-    assert checks == [f"check {name}" for name in ("triton", "merging", *CHECKED[1:])]
-    assert sum(step.name.startswith("flex") for step in wanted) == 1
-
-
 def test_the_checked_pieces_take_every_way_of_the_triton_kernels() -> None:
     """Loads by descriptors and through pointers, and launches that pieces share."""
     groups = pytest.importorskip("flexdilated.backends.triton.groups")
@@ -158,22 +146,6 @@ def test_a_run_that_was_cut_off_goes_on_after_its_last_step(command: Any, monkey
     assert command("--engines", "sdpa", "--commit", "other")[2][0] == "check sdpa"
     monkeypatch.setattr(gpu_steps, "source_of", lambda engine, form: "changed")
     assert command("--engines", "sdpa", "--commit", "other")[2][0] == "check sdpa"
-
-
-def test_a_step_that_was_cut_off_twice_is_left_out(command: Any) -> None:
-    def attempts(engine: Any, setting: Any) -> dict[str, Any]:
-        if engine.name == "sdpa" and setting.group > 1:
-            raise CutOff
-        return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0}
-
-    grouped = [setting for setting in gpu_steps.engine_settings(QUICK) if setting.group > 1]
-    for _ in range(2 * len(grouped)):
-        with pytest.raises(CutOff):
-            command("--engines", "sdpa", attempts=attempts)
-    status, report, _ = command("--engines", "sdpa", attempts=attempts)
-    assert status == 1
-    failed = {name: step["reason"] for name, step in report["steps"].items() if step["status"] == "failed"}
-    assert failed == {f"sdpa, {gpu_steps.spelled(setting)}": "it was cut off 2 times" for setting in grouped}
 
 
 def test_no_step_starts_that_would_not_end_in_time(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,17 +288,6 @@ def test_a_process_that_ends_fails_its_own_job_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_quick_sizes_run_whole(tmp_path: Path) -> None:
-    """With real kernels, sdpa's alone."""
-    state = tmp_path / "state.json"
-    words = ["--all", "--quick", "--device", "cpu", "--processes", "0", "--engines", "sdpa", "--state", str(state)]
-    assert gpu.main(words) == 0
-    report = json.loads(state.read_text())
-    assert {entry["found"] for entry in report["checks"]} == {"right"}
-    assert {m["status"] for m in report["measurements"]} == {"measured"}
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in triton's interpreter")
 @pytest.mark.parametrize("planted", [None, "out", "dk"])
 def test_checks_find_what_is_wrong_in_the_direction_where_it_is(planted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,11 +336,6 @@ def test_calls_of_other_bits_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     case = gpu_checks.Case(QUICK.checked, head_dim=16, lse_gradient=False)
     found = gpu_checks.repeatable("triton", case, "cpu", calls=5)
     assert found["forward"] == "wrong: bits of call 3 differ from those of call 1"
-
-
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--all", "--device", "cpu"]) == 2
-    assert capsys.readouterr().err.startswith("--all needs a CUDA device, and torch sees none")
 
 
 def test_needs_are_named_with_the_commands_that_bring_them(

@@ -17,7 +17,6 @@ from benchmarks.tasks import HEADS, IGNORED, KINDS, RESULTS, TASKS, Kind
 pytestmark = pytest.mark.lab
 
 # Kinds of equal cost that differ in the near keys alone: connected segments, and a sliding window.
-LOCAL_OR_WINDOW = (("two local branches", "sliding window"), ("connected", "window + nested"), ("local + far", "window + far"))
 SPARSE = [name for name in KINDS if name != "dense"]
 
 
@@ -56,15 +55,6 @@ def test_attention_of_a_kind_is_softmax_over_the_pairs_of_its_definition(name: s
 def test_sparse_kinds_score_25_pairs_per_token_within_5_percent(num_tokens: int) -> None:
     for name in SPARSE:
         assert KINDS[name].multiplicity(num_tokens).sum() / HEADS / num_tokens == pytest.approx(25, rel=0.05), name
-
-
-def test_local_segments_and_windows_that_are_compared_are_connected_and_share_their_far_branches() -> None:
-    for local, window in LOCAL_OR_WINDOW:
-        assert KINDS[local].pattern.crosses_boundaries(512, HEADS)  # type: ignore[union-attr]
-        far, connected = KINDS[window].pattern, KINDS[local].pattern
-        assert connected is not None
-        assert [rate for _, rate in (far.branches if far else ())] == [rate for rate in connected.dilation_rates if rate > 1]
-        assert KINDS[window].window
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -114,13 +104,6 @@ def test_finished_runs_are_not_repeated(tiny: None, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(tasks, "run", None)
     tasks.main([*words, "2"])
     assert runs() == kept
-
-
-def test_runs_of_other_settings_are_not_taken_for_finished(tiny: None, tmp_path: Path) -> None:
-    output = tmp_path / "tasks.json"
-    output.write_text(json.dumps({"runs": [tasks.settings("copy", "dense", 0) | {"steps": 2, "accuracy": 0.5}]}))
-    tasks.main(["--task", "copy", "--kind", "dense", "--seeds", "1", "--workers", "1", "--output", str(output)])
-    assert [each["steps"] for each in json.loads(output.read_text())["runs"]] == [2, 1]
 
 
 def test_every_number_of_the_page_has_three_seeds() -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from flexdilated.core.bounded_cache import Recent, recent
+from flexdilated.core.bounded_cache import Recent
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import _plan, plan_pieces
 
@@ -48,16 +48,6 @@ def test_large_ones_are_few() -> None:
     square(1), square(2)
     assert (len(square), square.nbytes) == (2, 3)
     assert made == [30, 40, 20, 50, 1000, 2000, 1, 2]
-
-
-def test_those_of_many_layers_are_kept_where_they_are_small() -> None:
-    made: list[int] = []
-    for size, again in ((1 << 16, 0), (1 << 17, 600)):  # 600 of the first fit in 64 MiB, and of the second no more than 512
-        made.clear()
-        kept = recent(size=lambda *_, size=size: size)(made.append)
-        for number in [*range(600), *range(600)]:
-            kept(number)
-        assert len(made) == 600 + again
 
 
 def test_what_fails_is_not_kept() -> None:

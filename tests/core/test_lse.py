@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.core.lse import accumulated, add_zero_keys_, for_backward, merge_, share_beside
+from flexdilated.core.lse import add_zero_keys_, for_backward, merge_, share_beside
 from tests.tolerances import EXACT
 
 ROWS, KEYS, HEAD_DIM = 7, 23, 5
@@ -127,11 +127,6 @@ def test_merge_and_zero_keys_act_on_the_last_dimension_of_any_number() -> None:
     merge_(out, lse, out_i, lse_i)
     add_zero_keys_(out, lse, 5)
     torch.testing.assert_close((out, lse), (expected_out, expected_lse), **EXACT)
-
-
-def test_sums_of_float64_alone_are_float64() -> None:
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    assert [accumulated(dtype) for dtype in dtypes] == [torch.float64, *[torch.float32] * 3]
 
 
 def test_share_beside_a_sink_is_what_a_softmax_over_one_more_key_leaves() -> None:

@@ -168,11 +168,6 @@ def test_a_plan_is_made_once_but_where_the_compiler_would_warn_about_a_cache() -
         assert plan() == plan() is not plan()
 
 
-def test_plan_of_a_blocked_branch_is_one_piece() -> None:
-    (piece,) = plan_pieces(DilatedPattern((12,), (4,)), ((0, 36),), 8, False)
-    assert (piece.segments, piece.offsets, piece.heads, piece.rows) == (3, 4, 2, 3)
-
-
 @pytest.mark.parametrize(
     ("rate", "within", "boxes"),
     [  # (first head, first offset, offsets, heads from offset to offset), where heads count from the first held
@@ -275,14 +270,3 @@ def test_box_is_a_view_of_the_rows_of_its_piece(
                     head, tokens = next(softmax)
                     heads = slice(head * group, (head + 1) * group)
                     assert torch.equal(view[:, s, c, j], x[:, list(tokens), heads].transpose(1, 2))
-
-
-def test_fold_is_a_view_where_strides_allow_and_unfold_undoes_it() -> None:
-    x = torch.randn(1, 36, 8, 3)
-    for pattern in (DilatedPattern((12,), (1,)), DilatedPattern((36,), (4,))):  # one offset, one segment
-        (piece,) = plan_pieces(pattern, ((0, 36),), 8, False)
-        rows = box(x, piece)
-        folded = fold(rows)
-        assert folded.shape == (piece.segments * piece.offsets, piece.heads, piece.rows, 3)
-        assert folded.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        assert torch.equal(unfold(folded, rows), rows)

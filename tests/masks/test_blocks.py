@@ -118,11 +118,6 @@ def test_rates_larger_than_a_block_leave_blocks_out(rate: int, sizes: tuple[int,
     assert full.any() == (sizes == (1, 1))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_no_branch_lists_nothing(order: Order) -> None:
-    check((), 29, (5, 3), order)
-
-
 def test_lists_are_made_on_the_cpu_whatever_the_default_device() -> None:
     branches = (Kept(13, 1, 0), Kept(29, 2, 1))
     with torch.device("meta"):
@@ -190,12 +185,6 @@ def test_a_dilated_branch_completes_a_block_of_16(
     without = check(near, 128, (16, 16), order)
     completed = check(near + dilated, 128, (16, 16), order)
     assert set(map(tuple, (completed & ~without).nonzero().tolist())) == set(corners)
-
-
-def test_a_pattern_has_a_block_that_a_dilated_branch_completes() -> None:
-    pattern = DilatedPattern((65, 95, 128), (1, 1, 31), offsets="interleaved")
-    full = [check(head_branches(pattern, head, 3, 128), 128, (16, 16), "before")[5, 4].item() for head in range(3)]
-    assert full == [False, False, True]
 
 
 @pytest.mark.parametrize("order", ORDERS)

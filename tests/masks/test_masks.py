@@ -161,17 +161,6 @@ def test_score_mod_adds_the_log_of_how_many_branches_join_the_pair(case: Case, d
     assert torch.equal(actual, score + multiplicity(case).to(dtype).log())
 
 
-@pytest.mark.parametrize("make", [dilated_mask_mod, dilated_score_mod])
-def test_functions_are_named_after_branches_and_rule(make: Callable[..., Mod]) -> None:
-    name = make(PATTERN, 4, seq_len=17).__name__
-    assert name.startswith(make.__name__)
-    assert "w7r1_w13r3_w29r5" in name
-    assert "blocked" in name
-    assert "causal" not in name
-    assert make(PATTERN, 4, seq_len=17, is_causal=True).__name__ == f"{name}_causal"
-    assert "grouped" in make(DilatedPattern.grouped((7,), (3,)), 4, seq_len=17).__name__
-
-
 # -- against the oracle -------------------------------------------------------------------------------------------------------
 
 
@@ -290,10 +279,6 @@ def test_block_mask_of_any_call_lists_the_blocks_that_torch_finds(case: Case, q_
     ours = part(create_dilated_block_mask, case, device="cpu", BLOCK_SIZE=size)
     theirs = create_block_mask(part(dilated_mask_mod, case), 1, case.kv_heads * case.group, n, n, device="cpu", BLOCK_SIZE=size)
     assert_same_blocks(ours, theirs)
-
-
-def test_block_mask_holds_the_mask_of_the_pattern() -> None:
-    assert part(create_dilated_block_mask, Case(PATTERN), device="cpu").mask_mod is part(dilated_mask_mod, Case(PATTERN))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -436,17 +421,6 @@ def test_every_function_rejects(make: Callable[..., Any], changes: dict[str, Any
 def test_block_mask_rejects(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(create_dilated_block_mask, device="cpu", **changes)
-
-
-@pytest.mark.parametrize("size", [1, (1, 1), (128, 1), 1024], ids=str)
-def test_block_mask_accepts(size: int | tuple[int, int]) -> None:
-    call(create_dilated_block_mask, device="cpu", BLOCK_SIZE=size)
-
-
-@pytest.mark.parametrize("make", EVERY, ids=NAMES)
-def test_options_are_keyword_only(make: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match="positional"):
-        make(PATTERN, 6, 37)
 
 
 # -- torchscale's rules -------------------------------------------------------------------------------------------------------
