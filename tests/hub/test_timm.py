@@ -23,7 +23,7 @@ pytest.importorskip("docs.vision", reason="needs torchvision: nox -s tests_timm"
 timm = pytest.importorskip("timm", reason="needs timm: nox -s tests_timm")
 
 import torchvision  # noqa: E402
-from timm.layers import Attention, AttentionRope, RelPosBias, RelPosMlp, RotaryEmbeddingCat  # noqa: E402
+from timm.layers import Attention, AttentionRope, RelPosBias, RelPosMlp  # noqa: E402
 from timm.models import beit  # noqa: E402
 from timm.models._manipulate import reinit_non_persistent_buffers  # noqa: E402
 from timm.models.eva import EvaAttention  # noqa: E402
@@ -103,25 +103,9 @@ def test_dense_pattern_equals_timm_with_gradients(name: str, is_fused: bool, is_
     torch.testing.assert_close(torch.autograd.grad(actual, leaves, dout), gradients, **EXACT)
 
 
-def test_pattern_equals_the_formula_over_the_reference() -> None:
-    module = randomize(Attention(DIM, HEADS, qkv_bias=True))
-    x = rows()
-    q, k, v = module.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
-    out, _ = reference.dilated_attention(q, k, v, PATTERN)
-    torch.testing.assert_close(TimmAttention(module, PATTERN)(x), module.proj(out.flatten(2)), **EXACT)
-
-
 SIZES = {"img_size": 20, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
 SHAPE = (3, 20, 20)
-OTHER_NAMES = {
-    "image_size": 20,
-    "patch_size": 4,
-    "num_layers": 2,
-    "num_heads": 3,
-    "hidden_dim": 24,
-    "mlp_dim": 37,
-    "num_classes": 5,
-}
+OTHER_NAMES = {"image_size": 20, "patch_size": 4, "num_layers": 2, "num_heads": 3, "hidden_dim": 24, "mlp_dim": 37}
 ViT, Eva = timm.models.VisionTransformer, timm.models.Eva
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "vit": partial(ViT, reg_tokens=2, class_token=True, **SIZES),
@@ -397,10 +381,3 @@ def test_module_rejects_masks_and_unknown_arguments() -> None:
         module(x)
     with pytest.raises(ValueError, match=r"^dropout_p must be in \[0, 1\), got 1.0$"):
         TimmAttention(Attention(DIM, HEADS), PATTERN, dropout_p=1.0)
-
-
-def test_rotary_positions_of_timm_leave_prefix_tokens() -> None:
-    module = randomize(AttentionRope(DIM, HEADS, num_prefix_tokens=3))
-    rope = RotaryEmbeddingCat(DIM // HEADS, feat_shape=[4, 5], in_pixels=False).get_embed().double()
-    x = rows()
-    torch.testing.assert_close(TimmAttention(module, DENSE)(x, rope), module(x, rope), **EXACT)

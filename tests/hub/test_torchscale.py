@@ -246,8 +246,13 @@ def test_replacement_equals_torchscale_with_gradients(changes: dict[str, Any], n
 def test_replacement_keeps_the_parameters_their_names_and_their_order(changes: dict[str, Any]) -> None:
     model = build(options(xpos_rel_pos=True), **changes)
     before = dict(model.named_parameters(remove_duplicate=False))
-    state = model.state_dict()
-    replace_attention(model)
+    state, cross = model.state_dict(), model.cross
+    model.layers[0].eval()
+    replace_attention(model, backend="reference")
+    assert (model.cross, model.again.backend) == (cross, "reference")
+    assert isinstance(model.again, TorchscaleAttention)
+    assert model.again is model.layers[0]["self_attn"]
+    assert [layer["self_attn"].training for layer in model.layers] == [False, True]
     after = dict(model.named_parameters(remove_duplicate=False))
     assert list(before) == list(after)
     assert all(before[name] is after[name] for name in before)
@@ -261,28 +266,6 @@ def test_replacement_compiles_as_one_graph() -> None:
     replace_attention(model)
     module = model.again
     torch.testing.assert_close(torch.compile(module, backend="eager", fullgraph=True)(x, x, x), module(x, x, x), **EXACT)
-
-
-def test_replacement_leaves_plain_and_shared_modules_what_they_are() -> None:
-    model = build()
-    cross = model.cross
-    replace_attention(model)
-    assert model.cross is cross
-    assert isinstance(model.again, TorchscaleAttention)
-    assert model.again is model.layers[0]["self_attn"]
-
-
-def test_replacement_knows_a_module_by_its_name_or_its_methods() -> None:
-    assert replace_attention(nn.Sequential(DilatedAttention(options(), EMBED, HEADS), Rows(options(), EMBED, HEADS))) == 2
-
-
-def test_replacement_keeps_the_mode_of_each_module() -> None:
-    model = build()
-    model.layers[0].eval()
-    model.layers[1]["self_attn"].q_proj.eval()
-    replace_attention(model)
-    modes = [(layer["self_attn"].training, layer["self_attn"].q_proj.training) for layer in model.layers]
-    assert modes == [(False, False), (True, False)]
 
 
 def test_replacement_runs_in_half_precision_and_in_single() -> None:
@@ -330,38 +313,22 @@ def test_dropout_is_taken_over_and_active_in_training_only(where: str) -> None:
     torch.testing.assert_close(model.eval()(x), expected, **EXACT)
 
 
-def test_named_backend_is_used() -> None:
-    model, x = build(), tokens()
-    expected = model(x)
-    replace_attention(model, backend="reference")
-    assert model.again.backend == "reference"
-    torch.testing.assert_close(model(x), expected, **EXACT)
-
-
 # -- refusals -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["incremental_state", "attn_mask", "rel_pos"])
-def test_replacement_rejects_what_dilated_attention_cannot_take(name: str) -> None:
-    model, x = build(), tokens()
-    replace_attention(model)
-    argument = {} if name == "incremental_state" else torch.zeros(23, 23)
+@pytest.mark.parametrize("name", ["incremental_state", "attn_mask", "rel_pos", "query", "key", "value"])
+def test_replacement_rejects_calls_that_dilated_attention_cannot_take(name: str) -> None:
+    model, x = nn.Sequential(DilatedAttention(options(), EMBED, HEADS)).double(), tokens()
+    assert replace_attention(model) == 1  # known by its name
+    given = dict.fromkeys(("query", "key", "value"), x)
+    if name in given:
+        for wrong in (x[:, 1:], x[..., 1:], x[0])[name == "query" :]:
+            with pytest.raises(ValueError, match=rf"^{name} must have shape \(B, N, 20\), the same for all three, got \("):
+                model[0](**given | {name: wrong})
+        return
     with pytest.raises(NotImplementedError, match=rf"^{name} must be None, got a"):
-        model.again(x, x, x, **{name: argument})
-    model.again(x, x, x, is_first_step=True, **{name: None})
-
-
-def test_replacement_rejects_other_shapes_and_lengths() -> None:
-    model, x = build(), tokens()
-    replace_attention(model)
-    for call, name in (
-        ((x, x[:, 1:], x), "key"),
-        ((x, x, x[:, 1:]), "value"),
-        ((x[..., 1:], x, x), "query"),
-        ((x[0], x, x), "query"),
-    ):
-        with pytest.raises(ValueError, match=rf"^{name} must have shape \(B, N, 20\), the same for all three, got \("):
-            model.again(*call)
+        model[0](**given, **{name: {} if name == "incremental_state" else torch.zeros(23, 23)})
+    model[0](**given, is_first_step=True, **{name: None})
 
 
 def test_replacement_rejects_a_model_without_dilated_attention() -> None:

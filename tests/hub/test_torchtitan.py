@@ -69,13 +69,6 @@ def test_one_process_equals_this_librarys_own_layer(override: str, documents: tu
     assert_same(titan.run_alone(titan.model_of(override), *titan.batch(*documents)), expected(documents=documents))
 
 
-def test_options_of_the_override_are_those_of_the_pattern() -> None:
-    options = {"segment_lengths": [64, 31], "dilation_rates": [3, 1], "heads": "grouped", "backend": "reference"}
-    layer = titan.model_of(FLEX, **options).layers["0"].attention.inner_attention
-    assert (layer.pattern, layer.backend) == (DilatedPattern((64, 31), (3, 1), heads="grouped"), "reference")
-    assert repr(layer) == f"DilatedInnerAttention({layer.pattern}, backend='reference', exchange='auto')"
-
-
 def test_a_runs_command_line_names_the_override() -> None:
     options = 'flexdilated.hub.torchtitan.dilated_flex={"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}'
     line = ["--module", "llama3", "--config", "llama3_debugmodel", "--parallelism.context_parallel_load_balancer", "None"]

@@ -291,12 +291,8 @@ def test_dynamic_quantization_acts_on_a_language_model_and_its_generation(kind: 
 def test_weights_that_are_sharded_by_their_module_are_gathered() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        rows = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
-        cases = [
-            (layer(), (*PROJECTIONS, "inner_attn_ln"), (rows, rows, rows)),
-            (language_model().eval(), ("embedding",), (tokens(),)),
-        ]
-        for plain, names, inputs in cases:
+        lm, x, x64 = language_model().eval(), tokens(), torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
+        for plain, names, inputs in ((layer(), (*PROJECTIONS, "inner_attn_ln"), (x64, x64, x64)), (lm, ("embedding",), (x,))):
             model = copy.deepcopy(plain)
             for name in names:
                 fully_shard(model.get_submodule(name), reshard_after_forward=True)
@@ -307,7 +303,6 @@ def test_weights_that_are_sharded_by_their_module_are_gathered() -> None:
             for name in names:
                 grad = model.get_submodule(name).weight.grad.full_tensor()
                 torch.testing.assert_close(grad, plain.get_submodule(name).weight.grad, **EXACT)
-        drawn = model.generate(tokens(), max_new_tokens=5, temperature=0.0)
-        assert drawn.shape == (BATCH, 5)
+        assert torch.equal(*(each.generate(x, max_new_tokens=5, temperature=0.0) for each in (model, lm)))
     finally:
         dist.destroy_process_group()

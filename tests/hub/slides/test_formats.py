@@ -297,13 +297,6 @@ def test_arrays_of_other_files_are_refused(tmp_path: Path, lead_elsewhere: Calla
         store.collect(tmp_path, ["a"], tmp_path / "all.h5")
 
 
-def test_a_link_inside_of_a_file_is_followed(tmp_path: Path) -> None:
-    path = write_plain(tmp_path, "a", *draw_tiles(3), ".h5", "stored")
-    with h5py.File(path, "r+") as file:
-        file["features"] = h5py.SoftLink("/stored")
-    assert torch.equal(read_tiles(path).x, draw_tiles(3)[0])
-
-
 def damage(path: Path, kept: float) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
 
@@ -315,13 +308,6 @@ def test_a_file_that_was_cut_is_damaged(tmp_path: Path, tool: str, kept: float) 
     damage(path, kept)
     with pytest.raises(SlideError, match=rf"^is damaged or no whole \{path.suffix} file: \S"):
         read_tiles(path, coords_folder=tmp_path / "patches" if "clam" in tool else None)
-
-
-def test_a_dataset_without_elements_is_no_array(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["features"], file["coords"] = h5py.Empty("f4"), np.zeros((3, 2))
-    with pytest.raises(SlideError, match="features must be a dense array, got Empty"):
-        read_tiles(tmp_path / "a.h5")
 
 
 @needs_zarr

@@ -24,19 +24,23 @@ def test_cells_are_coordinates_over_the_side_of_a_tile(origin: tuple[int, int]) 
     assert len({tuple(cell) for cell in expected}) == 53
 
 
-def test_a_side_may_be_no_whole_number() -> None:
-    assert grid_cells(slide(torch.tensor([[0, 1017], [509, 508]]), 508.5)).tolist() == [[0, 2], [1, 0]]
+BORDER = {"slide_ngrids": 29, "shared_cells": True, "magnification": 21.9}
+ACCEPTED = {
+    "a side that is no whole number": ([[0, 1017], [509, 508]], 508.5, {}, [[0, 2], [1, 0]]),
+    "the file's side, by which the option is rounded": ([[300 * SIDE, 0]], SIDE, {"tile_size_level0": SIDE + 0.4}, [[300, 0]]),
+    "no float32": ([[2**24 + 1, 0], [2**24, 0]], 1.0, {"slide_ngrids": 2**25}, [[2**24 + 1, 0], [2**24, 0]]),
+    "the border": ([[0, 0], [29 * SIDE - 1, 0], [100, 100]], SIDE, BORDER, [[0, 0], [28, 0], [0, 0]]),
+    "over the slide's border": ([[6 * SIDE - 1, 0], [6 * SIDE + SIDE - 1, 18 * SIDE]], SIDE, {}, [[5, 0], [6, 18]]),
+}
 
 
-def test_the_side_that_the_file_says_is_taken_where_the_option_differs_by_rounding() -> None:
-    assert grid_cells(slide(torch.tensor([[300 * SIDE, 0]])), tile_size_level0=SIDE + 0.4).tolist() == [[300, 0]]
-
-
-def test_places_are_exact_where_float32_is_not() -> None:
-    assert grid_cells(slide(torch.tensor([[2**24 + 1, 0], [2**24, 0]]), 1.0), slide_ngrids=2**25).tolist() == [
-        [2**24 + 1, 0],
-        [2**24, 0],
-    ]
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_places_that_are_accepted(name: str) -> None:
+    coords, side, options, cells = ACCEPTED[name]
+    tiles = slide(torch.tensor(coords), side, 20.0)
+    if name == "over the slide's border":  # CLAM's size is known to some pixels
+        tiles = tiles._replace(slide_size=(6 * SIDE, 18 * SIDE))
+    assert grid_cells(tiles, **options).tolist() == cells
 
 
 def test_tiles_that_do_not_overlap_never_share_a_cell() -> None:
@@ -50,11 +54,7 @@ def test_tiles_that_do_not_overlap_never_share_a_cell() -> None:
     ("coords", "options", "message"),
     [
         ("tile numbers", {}, "cannot be told apart; neighbours are 1 apart: multiply numbers of tiles"),
-        (
-            "another level",
-            {},
-            "cannot be told apart; neighbours are 128 apart: multiply numbers of tiles, or pixels",
-        ),
+        ("another level", {}, "cannot be told apart; neighbours are 128 apart: multiply numbers of tiles, or pixels"),
         ("overlapping pieces", {}, "cannot be told apart: multiply"),
         ("level 0", {"tile_size_level0": 256}, "says that a tile has 512 pixels at level 0, --tile-size-level0 is 256"),
         ("level 0", {"magnification": 40.0}, "says that its tiles were embedded at magnification 20, --magnification is 40"),
@@ -83,20 +83,6 @@ def test_places_that_cannot_be_are_refused(coords: str, options: dict[str, float
         tiles = tiles._replace(slide_size=(6 * SIDE, 18 * SIDE))
     with pytest.raises(SlideError, match=re.escape(message)):
         grid_cells(tiles, **{"slide_ngrids": 29, **options})
-
-
-def test_what_stands_at_the_border_is_accepted() -> None:
-    places = torch.tensor([[0, 0], [29 * SIDE - 1, 0], [100, 100]])
-    assert grid_cells(slide(places, SIDE, 20.0), slide_ngrids=29, shared_cells=True, magnification=21.9).tolist() == [
-        [0, 0],
-        [28, 0],
-        [0, 0],
-    ]
-
-
-def test_tiles_that_reach_over_the_border_of_the_slide_are_accepted() -> None:
-    places = torch.tensor([[6 * SIDE - 1, 0], [6 * SIDE + SIDE - 1, 18 * SIDE]])  # CLAM's size is known to some pixels
-    assert len(grid_cells(slide(places)._replace(slide_size=(6 * SIDE, 18 * SIDE)))) == 2
 
 
 def test_the_step_of_the_grid_divides_all_distances() -> None:

@@ -37,6 +37,10 @@ def test_relevance_is_the_rollout_over_its_value_under_equal_scores(tile: int | 
     found = tile_relevance(model, x[0], coords[0], tile=tile)
     torch.testing.assert_close(found, row[0, 1:] / row[1, 1:], **EXACT)
     assert not model.encoder.layers[0].self_attn.q_proj._forward_pre_hooks
+    with pytest.raises(ValueError, match=r"tile must be in \[0, N=53\), got 53"):
+        tile_relevance(model, x[0], coords[0], tile=N)
+    with pytest.raises(ValueError, match="model must be in evaluation mode"):
+        tile_relevance(model.train(), x[0], coords[0])
 
 
 def finds_marked_tiles(scale: int) -> LongNetViT:
@@ -88,19 +92,9 @@ def test_relevance_of_a_model_with_an_order_is_that_of_the_tiles_as_given() -> N
         torch.testing.assert_close(actual, expected[..., shuffled], **EXACT)
 
 
-def test_tiles_that_are_none_and_training_are_refused() -> None:
-    x, coords = draw_slides(1, N)
-    with pytest.raises(ValueError, match=r"tile must be in \[0, N=53\), got 53"):
-        tile_relevance(encoder_model(), x[0], coords[0], tile=N)
-    with pytest.raises(ValueError, match="model must be in evaluation mode"):
-        tile_relevance(encoder_model().train(), x[0], coords[0])
-
-
 def test_tables_hold_every_tile(tmp_path: Path) -> None:
-    coords, columns = (
-        torch.tensor([[37, 411], [549, 411]]),
-        {"layer 0, head 1": torch.tensor([0.25, 0.5]), "b": torch.tensor([1.0, 0.0])},
-    )
+    coords = torch.tensor([[37, 411], [549, 411]])
+    columns = {"layer 0, head 1": torch.tensor([0.25, 0.5]), "b": torch.tensor([1.0, 0.0])}
     write_table(tmp_path / "a.geojson", coords, SIDE, columns, tile_ids=torch.tensor([7, 3]))
     found = json.loads((tmp_path / "a.geojson").read_text())
     assert found["type"] == "FeatureCollection"
@@ -226,11 +220,6 @@ def test_map_slide_takes_what_encode_slides_takes(weights: Path) -> None:
     with table.open(newline="") as file:
         actual = torch.tensor([float(row[3]) for row in list(csv.reader(file))[1:]])
     torch.testing.assert_close(actual, expected, **SINGLE)
-
-
-def test_map_slide_needs_weights(tmp_path: Path) -> None:
-    tiles = write_trident(tmp_path, "slide", *draw_tiles(N))
-    assert invoke("map-slide", tiles, "--output=a.png") == (2, "", "error: --weights must name a checkpoint, got none\n")
 
 
 @pytest.mark.parametrize(

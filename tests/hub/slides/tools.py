@@ -177,13 +177,8 @@ WRITERS: dict[str, Callable[[Path, str, Tensor, Tensor], Path]] = {
 }
 NEEDS_SIZE = {"stamp", "slideflow"}  # to give pixels of level 0
 # What says how large a tile is at level 0, and at which magnification it was embedded.
-SAYS_SIZE, SAYS_MAGNIFICATION = (
-    {"trident", "clam", "clam_pt", "slide2vec", "slide2vec_npz", "lazyslide", "mussel"},
-    {
-        *("trident", "slide2vec", "slide2vec_npz", "lazyslide", "stamp", "mussel"),
-    },
-)
-
+SAYS_SIZE = {"trident", "clam", "clam_pt", "slide2vec", "slide2vec_npz", "lazyslide", "mussel"}
+SAYS_MAGNIFICATION = {"trident", "slide2vec", "slide2vec_npz", "lazyslide", "stamp", "mussel"}
 
 EMBED, DEPTH = 64, 2
 # Segments of 1024, 362, 128, 45 and 16 tokens at 1024 pixels of 256.

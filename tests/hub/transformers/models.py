@@ -19,14 +19,8 @@ INTERLEAVED = DilatedPattern((4, 11, 32), (1, 2, 4), offsets="interleaved")
 GROUPED = DilatedPattern.grouped((5, 11), (1, 2))
 PATTERNS = [RAGGED, INTERLEAVED, GROUPED]
 TEXT = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 6}
-DECODER = {
-    **TEXT,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+DECODER = {**TEXT, "num_key_value_heads": 2, "max_position_embeddings": 128}
+DECODER |= {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 DECODERS = ["Llama", "Qwen3", "Mistral"]
 
 

@@ -26,42 +26,18 @@ NARROW, WIDE = {"sliding_window": 5}, {"sliding_window": 64}
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the library, about configs and images
 
+CAUSAL = ["Llama", "Qwen2", "Qwen3", "Gemma", "Phi", "Mixtral", "Cohere", "Starcoder2", "Granite", "SmolLM3", "OPT"]
+MASKED = {"BERT": "Bert", "RoBERTa": "Roberta", "XLM-RoBERTa": "XLMRoberta", "DistilBERT": "DistilBert", "ELECTRA": "Electra"}
+OTHER_CAUSAL = {"Phi-3": "Phi3", "GPT-NeoX": "GPTNeoX", "OLMo 2": "Olmo2", "StableLM": "StableLm", "GLM": "Glm"}
+VISION = {"ViT": "ViT", "DeiT": "DeiT", "DINOv2": "Dinov2", "DINOv3": "DINOv3ViT", "I-JEPA": "IJepa", "SigLIP": "SiglipVision"}
 # family: its model
 RUNS = {
-    "Llama": "LlamaForCausalLM",
-    "Qwen2": "Qwen2ForCausalLM",
-    "Qwen3": "Qwen3ForCausalLM",
-    "Gemma": "GemmaForCausalLM",
-    "Phi": "PhiForCausalLM",
-    "Phi-3": "Phi3ForCausalLM",
+    **{name: f"{name}ForCausalLM" for name in CAUSAL},
+    **{family: f"{name}ForCausalLM" for family, name in (OTHER_CAUSAL | {"DeepSeek-V3": "DeepseekV3"}).items()},
+    **{family: f"{name}ForMaskedLM" for family, name in (MASKED | {"ALBERT": "Albert", "ESM": "Esm"}).items()},
+    **{family: f"{name}Model" for family, name in (VISION | {"CLIP": "CLIP", "Wav2Vec2": "Wav2Vec2"}).items()},
     "GPT-2": "GPT2LMHeadModel",
-    "GPT-NeoX": "GPTNeoXForCausalLM",
-    "OPT": "OPTForCausalLM",
-    "OLMo 2": "Olmo2ForCausalLM",
-    "Cohere": "CohereForCausalLM",
-    "StableLM": "StableLmForCausalLM",
-    "Starcoder2": "Starcoder2ForCausalLM",
-    "Granite": "GraniteForCausalLM",
-    "SmolLM3": "SmolLM3ForCausalLM",
-    "GLM": "GlmForCausalLM",
-    "DeepSeek-V3": "DeepseekV3ForCausalLM",
-    "Mixtral": "MixtralForCausalLM",
-    "BERT": "BertForMaskedLM",
-    "RoBERTa": "RobertaForMaskedLM",
-    "XLM-RoBERTa": "XLMRobertaForMaskedLM",
-    "DistilBERT": "DistilBertForMaskedLM",
-    "ELECTRA": "ElectraForMaskedLM",
-    "ALBERT": "AlbertForMaskedLM",
-    "ESM": "EsmForMaskedLM",
-    "ViT": "ViTModel",
-    "DeiT": "DeiTModel",
-    "DINOv2": "Dinov2Model",
-    "DINOv3": "DINOv3ViTModel",
-    "I-JEPA": "IJepaModel",
-    "SigLIP": "SiglipVisionModel",
-    "CLIP": "CLIPModel",
     "LLaVA": "LlavaForConditionalGeneration",
-    "Wav2Vec2": "Wav2Vec2Model",
 }
 PARTS = ("CLIP", "LLaVA")
 

@@ -141,15 +141,8 @@ def compare_with_one_process(rank: int, _: DeviceMesh, folder: Path) -> None:
         ("Llama", RATES, 1, replicated),
     ):
         torch.manual_seed(7)
-        config = getattr(transformers, f"{name}Config")(
-            vocab_size=31,
-            hidden_size=32,
-            intermediate_size=36,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=kv_heads,
-            head_dim=8,
-        )
+        sizes = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = getattr(transformers, f"{name}Config")(**sizes, num_key_value_heads=kv_heads, head_dim=8)
         one = transformers.AutoModelForCausalLM.from_config(hub.set_pattern(config, pattern)).eval()
         path = folder / f"{name}_{kv_heads}_{len(plan)}"
         one.save_pretrained(path)  # the first rank writes

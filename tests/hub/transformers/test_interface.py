@@ -234,26 +234,6 @@ def test_a_soft_cap_of_scores_is_the_librarys(how: str) -> None:
     assert (found - outputs()).abs().max() > 1e-3
 
 
-def test_positions_are_read_once_for_all_layers_and_again_when_changed() -> None:
-    from flexdilated.hub.transformers.positions import RISES, borders_of_positions, refuse_documents
-
-    rising, q = torch.arange(5)[None], torch.zeros(2, 5, 1, 1)
-    assert borders_of_positions(rising, q) is None
-    assert getattr(rising, RISES) == rising._version
-    rising[0, 3:] = torch.arange(2)
-    assert borders_of_positions(rising, q).tolist() == [0, 3, 5, 8, 10]
-    positions = torch.arange(5)[None]
-    refuse_documents(positions, None, 5, is_causal=True)
-    assert getattr(positions, RISES) == positions._version
-    positions[0, 3:] = 0
-    with pytest.raises(NotImplementedError, match="position_ids must rise by 1"):
-        refuse_documents(positions, None, 5, is_causal=True)
-    for other in (None, positions[None].expand(3, 1, 5), positions[:, :4], positions.to("meta")):  # of several axes, as in images
-        refuse_documents(other, None, 5, is_causal=True)
-    with torch.inference_mode():
-        refuse_documents(torch.arange(5)[None], None, 5, is_causal=True)
-
-
 @pytest.mark.parametrize("name", ["Llama", "Bert"])
 def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
     model = build(name).train()
@@ -343,19 +323,39 @@ def test_options_that_change_the_attention_are_refused(name: str, value: Any) ->
     hub.dilated_attention_forward(module, q, k, v, None, **{name: off}, use_cache=True)
 
 
-def test_mask_functions_of_other_kinds_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_vmap": True}, "mask functions of a model's own must be absent"),
+        ({"mask_function": lambda b, h, q, k: (q >= k) | (k < 5)}, "mask functions must be causal or bidirectional"),
+        ({"kv_length": TOKENS + 2, "kv_offset": 3}, "the cache must hold every token from the first, got a first key at 3"),
+        (
+            {"q_length": 1, "mask_function": bidirectional_mask_function, "attention_mask": torch.arange(TOKENS)[None] != 3},
+            "attention_mask must be None .* got padding among 23 keys of 1 queries",
+        ),
+        ({"allow_is_causal_skip": False}, r"layers must leave their mask to the attention .* indexers do"),
+    ],
+    ids=["own", "other", "offset", "padding", "read"],
+)
+def test_masks_of_other_kinds_are_refused(options: dict[str, Any], message: str) -> None:
     sizes = {"batch_size": BATCH, "q_length": TOKENS, "kv_length": TOKENS}
-    with pytest.raises(NotImplementedError, match="mask functions of a model's own must be absent"):
-        hub.dilated_attention_positions(**sizes, use_vmap=True)
-    with pytest.raises(NotImplementedError, match="mask functions must be causal or bidirectional"):
-        hub.dilated_attention_positions(**sizes, mask_function=lambda b, h, q, k: (q >= k) | (k < 5))
-    with pytest.raises(NotImplementedError, match="the cache must hold every token from the first, got a first key at 3"):
-        hub.dilated_attention_positions(**{**sizes, "kv_length": TOKENS + 2}, kv_offset=3)
-    mask = hub.dilated_attention_positions(**sizes, kv_offset=3)  # as a DilatedCache asks
+    assert hub.dilated_attention_positions(**sizes) is None
+    bidirectional = {"q_length": 1, "mask_function": bidirectional_mask_function}
+    for mask in (None, torch.ones(BATCH, TOKENS, dtype=torch.bool)):
+        assert hub.dilated_attention_positions(**sizes | bidirectional, attention_mask=mask) is None
+    if "allow_is_causal_skip" in options and transformers.__version__.startswith("5.12"):
+        assert hub.dilated_attention_positions(**sizes, **options) is None  # there static caches say it
+        return
+    options = {name: x.expand(BATCH, -1) if name == "attention_mask" else x for name, x in options.items()}
+    with pytest.raises(NotImplementedError, match=message):
+        hub.dilated_attention_positions(**sizes | options)
+
+
+def test_an_offset_is_taken_from_a_dilated_cache_alone() -> None:
+    mask = hub.dilated_attention_positions(BATCH, TOKENS, TOKENS, kv_offset=3)
     q, k, v = (torch.randn(BATCH, heads, TOKENS, 8) for heads in (6, 2, 2))
     with pytest.raises(NotImplementedError, match="the cache must hold every token from the first, or be a DilatedCache"):
         hub.dilated_attention_forward(build("Llama").model.layers[0].self_attn, q, k, v, mask)
-    assert hub.dilated_attention_positions(**sizes) is None
 
 
 def test_masks_that_are_no_padding_masks_are_refused() -> None:
@@ -456,25 +456,6 @@ def test_values_may_be_wider_or_narrower_than_keys(dims: tuple[int, int]) -> Non
     torch.testing.assert_close(decoded, padded[:, -3:], **EXACT)
 
 
-def test_padding_among_the_keys_of_other_queries_is_refused() -> None:
-    sizes = {"batch_size": BATCH, "q_length": 1, "kv_length": TOKENS, "mask_function": bidirectional_mask_function}
-    assert hub.dilated_attention_positions(**sizes) is None
-    mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
-    assert hub.dilated_attention_positions(**sizes, attention_mask=mask) is None
-    mask[1, 3] = False
-    with pytest.raises(NotImplementedError, match=f"attention_mask must be None .* got padding among {TOKENS} keys of 1 queries"):
-        hub.dilated_attention_positions(**sizes, attention_mask=mask)
-
-
-def test_models_that_read_their_masks_are_refused() -> None:
-    sizes = {"batch_size": BATCH, "q_length": TOKENS, "kv_length": TOKENS, "allow_is_causal_skip": False}
-    if transformers.__version__.startswith("5.12"):
-        assert hub.dilated_attention_positions(**sizes) is None  # there static caches say it
-        return
-    with pytest.raises(NotImplementedError, match=r"layers must leave their mask to the attention .* indexers do"):
-        hub.dilated_attention_positions(**sizes)
-
-
 def test_borders_that_differ_or_lack_their_pair_are_refused() -> None:
     model, tokens = build("Llama"), draw_tokens(1)
     first, second = torch.tensor([0, 9, 23]), torch.tensor([0, 8, 23])
@@ -493,14 +474,6 @@ def test_borders_that_differ_or_lack_their_pair_are_refused() -> None:
 def test_importing_the_package_does_not_import_transformers() -> None:
     code = "import sys, flexdilated, flexdilated.hub; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
-
-
-def test_registering_again_changes_nothing() -> None:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    before: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["flexdilated"]
-    hub.register()
-    assert ALL_ATTENTION_FUNCTIONS["flexdilated"] is before
 
 
 def test_convert_says_how_models_of_the_library_take_a_pattern() -> None:

@@ -35,21 +35,9 @@ def test_longnet_round_trip_by_the_auto_classes(tmp_path: Path, tied: bool) -> N
 
 
 def test_longnet_has_every_field_of_longnets_configuration(tmp_path: Path) -> None:
-    config = LongNetConfig(
-        vocab_size=50,
-        embed_dim=32,
-        num_layers=1,
-        num_heads=4,
-        pattern=RAGGED,
-        num_kv_heads=2,
-        ffn_dim=31,
-        position="rotary",
-        scale_base=99.0,
-        tie_embeddings=False,
-        dropout_p=0.1,
-        attention_dropout_p=0.2,
-        backend="sdpa",
-    )
+    options = {"num_kv_heads": 2, "ffn_dim": 31, "position": "rotary", "scale_base": 99.0, "tie_embeddings": False}
+    options |= {"dropout_p": 0.1, "attention_dropout_p": 0.2, "backend": "sdpa"}
+    config = LongNetConfig(vocab_size=50, embed_dim=32, num_layers=1, num_heads=4, pattern=RAGGED, **options)
     fields = {field.name: field.default for field in dataclasses.fields(config)}
     assert all(getattr(config, name) != default for name, default in fields.items())
     values = {name: getattr(config, name) for name in fields if name != "pattern"}

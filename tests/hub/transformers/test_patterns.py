@@ -21,14 +21,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra: pip 
 from flexdilated.hub import transformers as hub  # noqa: E402
 
 PATTERN = DilatedPattern((5, 13), (1, 3), offsets="interleaved")
-SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 24,
-    "intermediate_size": 19,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-}
+SIZES = {"vocab_size": 31, "hidden_size": 24, "intermediate_size": 19, "num_hidden_layers": 1, "num_attention_heads": 3}
 
 
 def build(pattern: DilatedPattern | None = PATTERN, **options: Any) -> Any:
@@ -104,9 +97,7 @@ def test_attention_weights_are_refused_and_say_where_they_are() -> None:
     with pytest.raises(ValueError, match=r"`output_attentions` attribute is not supported .*flexdilated"):
         model.config.output_attentions = True  # the library's own words, which name "eager"
     # This model does not hand the argument on to its attention.
-    config = transformers.OPTConfig(
-        vocab_size=31, hidden_size=24, ffn_dim=19, num_hidden_layers=1, num_attention_heads=3, word_embed_proj_dim=24
-    )
+    config = transformers.OPTConfig(**SIZES, ffn_dim=19, word_embed_proj_dim=24)
     hub.set_pattern(config, PATTERN)
     with pytest.raises(NotImplementedError, match=r"output_attentions must be None .*flexdilated.attention_map gives those"):
         transformers.OPTForCausalLM(config)(tokens, output_attentions=True)
@@ -180,16 +171,8 @@ def test_heads_for_any_model_of_the_library_run(head: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "architectures", "text"),
     [
-        (
-            DilatedPattern((24,), (8,)),
-            None,
-            r"^pattern with segments \(24,\) at rates \(8,\) has no head for token 4, the first .* 4 key/",
-        ),
-        (
-            DilatedPattern((4, 24), (1, 8)),
-            ["LlamaForCausalLM"],
-            r"^pattern with segments \(4, 24\) .* not connected: .* tokens 0 to 3 ",
-        ),
+        (DilatedPattern((24,), (8,)), None, r"^pattern with segments \(24,\) at rates \(8,\) has no head for token 4, .* 4 key/"),
+        (DilatedPattern((4, 24), (1, 8)), ["LlamaForCausalLM"], r"^pattern with segments \(4, 24\) .* not connected: .* 0 to 3 "),
         (DilatedPattern((4, 24), (1, 8)), ["LlamaModel"], None),  # causal or not: the first call knows
     ],
 )

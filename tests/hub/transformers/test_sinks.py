@@ -9,7 +9,19 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern, reference
-from tests.hub.transformers.models import BATCH, DENSE, GROUPED, INTERLEAVED, PATTERNS, TOKENS, build, draw_tokens, mask_of, run
+from tests.hub.transformers.models import (
+    BATCH,
+    DECODER,
+    DENSE,
+    GROUPED,
+    INTERLEAVED,
+    PATTERNS,
+    TOKENS,
+    build,
+    draw_tokens,
+    mask_of,
+    run,
+)
 from tests.hub.transformers.test_decoding import decode
 from tests.tolerances import EXACT, SINGLE, assert_twice_naive
 
@@ -23,20 +35,8 @@ HEADS, KV_HEADS = 6, 2
 
 
 def gpt_oss(pattern: DilatedPattern | None) -> Any:
-    config = transformers.GptOssConfig(
-        vocab_size=31,
-        hidden_size=24,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=4,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        layer_types=["full_attention"] * 2,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    sizes = {**DECODER, "hidden_size": 24, "intermediate_size": 16, "head_dim": 4}
+    config = transformers.GptOssConfig(**sizes, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2)
     if pattern is not None:
         hub.set_pattern(config, pattern)
     model = transformers.GptOssForCausalLM(config).eval()
