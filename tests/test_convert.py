@@ -1,5 +1,6 @@
 import copy
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -57,13 +58,8 @@ def test_convert_replaces_everything_and_changes_nothing_under_a_dense_pattern()
     assert convert(model, DENSE) is model
     assert not any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
     assert [name for name, _ in model.named_children()] == names
-    torch.testing.assert_close(model(x), expected, **EXACT)
-
-
-def test_convert_keeps_shared_modules_shared() -> None:
-    model = convert(Model(), PATTERN)
     assert model.again is model.layers[0]
-    assert sum(isinstance(module, MultiheadDilatedAttention) for module in model.modules()) == 3
+    torch.testing.assert_close(model(x), expected, **EXACT)
 
 
 def test_convert_applies_the_pattern_and_the_options() -> None:
@@ -84,6 +80,8 @@ def test_convert_applies_the_pattern_and_the_options() -> None:
 def test_converted_transformer_encoder_equals_torch_s(is_training: bool, norm_first: bool, padded: bool) -> None:
     model, x = encoder(dropout=0.0, norm_first=norm_first).train(is_training), draw()
     options = {"src_key_padding_mask": padding()} if padded else {}
+    if norm_first and not padded:  # a causal mask, which torch's fused path takes too
+        options = {"mask": nn.Transformer.generate_square_subsequent_mask(TOKENS, dtype=torch.float64), "is_causal": True}
     visible = ~padding() if padded else torch.ones(BATCH, TOKENS, dtype=torch.bool)
     converted = convert(copy.deepcopy(model), DENSE)
     assert not converted.use_nested_tensor
@@ -120,13 +118,6 @@ def test_converted_transformer_encoder_takes_adapters_in_evaluation_too(is_train
             torch.testing.assert_close(model(x, src_key_padding_mask=padding()), plain(x, src_key_padding_mask=padding()), **EXACT)
 
 
-def test_converted_transformer_encoder_is_causal_under_a_causal_mask() -> None:
-    model, x = encoder(dropout=0.0).eval(), draw()
-    mask = nn.Transformer.generate_square_subsequent_mask(TOKENS, dtype=torch.float64)
-    expected = model(x, mask=mask, is_causal=True)
-    torch.testing.assert_close(convert(model, DENSE)(x, mask=mask, is_causal=True), expected, **EXACT)
-
-
 def test_convert_keeps_gradients_mode_and_frozen_weights() -> None:
     model = Model()
     model.layers[0].in_proj_weight.requires_grad_(False)
@@ -157,46 +148,21 @@ class OwnForward(nn.MultiheadAttention):
         return super().forward(*args, **kwargs)[0] * 2, None
 
 
-class SameForward(nn.MultiheadAttention):
-    pass
+class OwnCall(nn.MultiheadAttention):
+    def __call__(self, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+        return super().__call__(*args, **kwargs)[0] * 2, None
 
 
-def hooked() -> nn.MultiheadAttention:
-    module = attention()
-    module.register_forward_hook(lambda *_: None)
+def changed(change: Callable[[nn.MultiheadAttention], object], **options: object) -> nn.MultiheadAttention:
+    module = attention(**options)
+    change(module)
     return module
 
 
-def parametrized() -> nn.MultiheadAttention:
-    module = attention()
-    nn.utils.parametrizations.weight_norm(module.out_proj)
-    return module
-
-
-def watched() -> nn.MultiheadAttention:
-    module = attention()
-    module.register_state_dict_post_hook(lambda *_: None)
-    return module
-
-
-class Adapted(nn.Linear):
-    """As adapters wrap the output projection."""
-
-
-def adapted() -> nn.MultiheadAttention:
-    module = attention()
-    module.out_proj = Adapted(EMBED, EMBED)
-    return module
-
-
-class Packed(nn.Parameter):
-    """As quantized and sharded weights are."""
-
-
-def packed() -> nn.MultiheadAttention:
-    module = attention()
-    module.in_proj_weight = Packed(module.in_proj_weight.detach())
-    return module
+def projecting(is_biased: bool, **options: object) -> nn.MultiheadAttention:
+    """With an out_proj of its own."""
+    out_proj = nn.Linear(EMBED, **{"out_features": EMBED, "dtype": torch.float64, **options})
+    return changed(lambda module: setattr(module, "out_proj", out_proj), bias=is_biased)
 
 
 def quantizable() -> nn.MultiheadAttention:
@@ -206,55 +172,49 @@ def quantizable() -> nn.MultiheadAttention:
     return quantized.MultiheadAttention(EMBED, HEADS, batch_first=True)
 
 
-class OwnCall(nn.MultiheadAttention):
-    def __call__(self, *args: object, **kwargs: object) -> tuple[Tensor, None]:
-        return super().__call__(*args, **kwargs)[0] * 2, None
+class Adapted(nn.Linear):
+    """As adapters wrap the output projection."""
 
 
-def wrapped() -> nn.MultiheadAttention:
-    """As accelerate's hooks wrap the forward of one module."""
-    module = attention()
-    forward = module.forward
-    module.forward = lambda *args, **kwargs: (forward(*args, **kwargs)[0] * 3, None)
-    return module
+class Packed(nn.Parameter):
+    """As quantized and sharded weights are."""
 
 
-def projected(**options: object) -> nn.MultiheadAttention:
-    module = attention(bias=False) if "bias" not in options else attention()
-    module.out_proj = nn.Linear(EMBED, **{"out_features": EMBED, "dtype": torch.float64, **options})
-    return module
-
-
-REFUSED = {
-    "wrapped forward": (wrapped, "must have no forward of its own, got some"),
+UNLIKE = "must have an out_proj like its in_proj, of "
+OWN_HOOKS = "must have no hooks of its own, got some; take that away"
+REFUSED: dict[str, tuple[Callable[[], nn.MultiheadAttention], str]] = {
+    "wrapped forward": (  # as accelerate's hooks wrap the forward of one module
+        lambda: changed(lambda module: setattr(module, "forward", lambda *args: module(*args))),
+        "must have no forward of its own, got some",
+    ),
     "own call": (lambda: OwnCall(EMBED, HEADS, batch_first=True), "must have no forward of its own, got some"),
-    "bias of one": (
-        projected,
-        r"must have an out_proj like its in_proj, of shape \(10, 10\) in float64 on cpu without bias, got .* with bias",
+    "bias of one": (lambda: projecting(False), UNLIKE + r"shape \(10, 10\) in float64 on cpu without bias, got .* with bias"),
+    "bias of the other": (lambda: projecting(True, bias=False), UNLIKE + r".* with bias, got .* without bias"),
+    "narrow": (lambda: projecting(True, out_features=1), UNLIKE + r".*, got shape \(1, 10\) in float64"),
+    "other dtype": (lambda: projecting(True, dtype=torch.float32), UNLIKE + r".*, got .* in float32"),
+    "state dict hooks": (
+        lambda: changed(lambda module: module.register_state_dict_post_hook(lambda *_: None)),
+        OWN_HOOKS,
     ),
-    "bias of the other": (
-        lambda: projected(bias=False),
-        r"must have an out_proj like its in_proj, of .* with bias, got .* without bias",
+    "adapter": (
+        lambda: changed(lambda module: setattr(module, "out_proj", Adapted(EMBED, EMBED))),
+        r"must have a plain out_proj, got \S*\.Adapted; convert before adapters or quantization are added",
     ),
-    "narrow": (
-        lambda: projected(bias=True, out_features=1),
-        r"must have an out_proj like its in_proj, of .*, got shape \(1, 10\) in float64",
+    "weights": (
+        lambda: changed(lambda module: setattr(module, "in_proj_weight", Packed(module.in_proj_weight.detach()))),
+        "must have plain weights, got a Packed; convert before they are sharded or quantized",
     ),
-    "other dtype": (
-        lambda: projected(bias=True, dtype=torch.float32),
-        r"must have an out_proj like its in_proj, of .*, got .* in float32",
-    ),
-    "state dict hooks": (watched, "must have no hooks of its own, got some; take that away"),
-    "adapter": (adapted, r"must have a plain out_proj, got \S*\.Adapted; convert before adapters or quantization are added"),
-    "weights": (packed, "must have plain weights, got a Packed; convert before they are sharded or quantized"),
     "quantizable": (quantizable, r"must have the forward of nn.MultiheadAttention, got that of torch\.ao\.nn\.quantizable\S+"),
     "keys of another width": (lambda: attention(kdim=7, vdim=11), "must project from one width=10, got kdim=7, vdim=11"),
     "own forward": (
         lambda: OwnForward(EMBED, HEADS, batch_first=True),
         r"must have the forward of nn.MultiheadAttention, got that of \S*\.OwnForward",
     ),
-    "hooks": (hooked, "must have no hooks of its own, got some; take that away"),
-    "parametrization": (parametrized, "must have no parametrized weights of its own, got some; take that away"),
+    "hooks": (lambda: changed(lambda module: module.register_forward_hook(lambda *_: None)), OWN_HOOKS),
+    "parametrization": (
+        lambda: changed(lambda module: nn.utils.parametrizations.weight_norm(module.out_proj)),
+        "must have no parametrized weights of its own, got some; take that away",
+    ),
 }
 
 
@@ -286,20 +246,6 @@ def test_convert_rejects_what_has_taken_the_parameters_already(is_inner: bool) -
         dist.destroy_process_group()
 
 
-def test_convert_accepts_a_subclass_with_torch_s_forward() -> None:
-    model = nn.Sequential(SameForward(EMBED, HEADS, batch_first=True))
-    assert isinstance(convert(model, PATTERN)[0], MultiheadDilatedAttention)
-
-
-def test_convert_rejects_the_cross_attention_of_a_decoder_layer() -> None:
-    model = nn.Transformer(EMBED, 2, 1, 1, 17, batch_first=True)
-    with pytest.raises(
-        ValueError, match=r"^'decoder.layers.0.multihead_attn': module must be self-attention, got the cross-attention"
-    ):
-        convert(model, PATTERN)
-    assert isinstance(model.encoder.layers[0].self_attn, nn.MultiheadAttention)
-
-
 @pytest.mark.parametrize("name", ["in_proj_weight", "out_proj.bias"])
 def test_convert_rejects_weights_tied_between_layers(name: str) -> None:
     model = Model()
@@ -311,52 +257,68 @@ def test_convert_rejects_weights_tied_between_layers(name: str) -> None:
         convert(model, PATTERN)
 
 
-def test_convert_rejects_a_model_itself_by_saying_so() -> None:
-    with pytest.raises(ValueError, match=r"^the model itself: module must have batch_first=True, got batch_first=False"):
-        convert(attention(batch_first=False), PATTERN)
-
-
-LOOKED_FOR = r"an nn.MultiheadAttention, or timm's Attention, AttentionRope, EvaAttention, RelPosAttention or BEiT's,"
-REMEDY = "where a model calls scaled_dot_product_attention itself, call flexdilated.dilated_attention in its place"
-
-
 class OtherAttention(nn.Module):
     """What convert knows nothing of."""
 
 
-def test_convert_rejects_models_without_attention_and_unknown_paths() -> None:
-    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none; {REMEDY}$"):
-        convert(nn.Linear(2, 3), PATTERN)
-    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none; {REMEDY}$"):
-        convert(nn.Sequential(attention()), PATTERN, skip=["0"])
-    with pytest.raises(ValueError, match=r"^skip must hold paths of attention layers, \['0'\], got '1'$"):
-        convert(nn.Sequential(attention()), PATTERN, skip=["1"])
+def test_convert_leaves_what_it_does_not_know_and_accepts_a_subclass_with_torch_s_forward() -> None:
+    same = type("SameForward", (nn.MultiheadAttention,), {})(EMBED, HEADS, batch_first=True)
+    model = convert(nn.Sequential(OtherAttention(), same), PATTERN)
+    assert [type(module) for module in model] == [OtherAttention, MultiheadDilatedAttention]
 
 
-def test_convert_names_what_looks_like_attention_and_is_not_known() -> None:
-    model = nn.Sequential(*(nn.ModuleDict({"attn": OtherAttention()}) for _ in range(5)))
-    seen = r", ".join(rf"'{i}.attn' of \S+\.OtherAttention" for i in range(3))
-    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none but {seen}, \.\.\.; {REMEDY}$"):
-        convert(model, PATTERN)
-    model.append(attention())
-    convert(model, PATTERN)  # what is not torch's or timm's is left
-    assert isinstance(model[5], MultiheadDilatedAttention)
+def others() -> nn.Module:
+    return nn.Sequential(*(nn.ModuleDict({"attn": OtherAttention()}) for _ in range(5)))
 
 
-def test_convert_rejects_arguments_of_another_type() -> None:
-    with pytest.raises(TypeError, match=r"^model must be an nn.Module, got int$"):
-        convert(3, PATTERN)
-    with pytest.raises(TypeError, match=r"^pattern must be a DilatedPattern, got tuple$"):
-        convert(Model(), (7, 13))
-    with pytest.raises(TypeError, match=r"^skip must be a collection of paths, got the string 'again'$"):
-        convert(Model(), PATTERN, skip="again")
-    with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\), got 1.0"):
-        convert(Model(), PATTERN, dropout_p=1.0)
+def torch_s(kind: Callable[..., nn.Module] = nn.TransformerEncoderLayer, **options: object) -> nn.Module:
+    return kind(EMBED, 2, batch_first=True, **options)
 
 
-def test_a_converted_model_is_not_converted_again() -> None:
-    model = convert(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3), PATTERN)
-    with pytest.raises(
-        ValueError, match=r"^model must hold attention that is not dilated yet, got 'layers.0.self_attn': it is already"
-    ):
-        convert(model, PATTERN)
+NONE = (
+    r"^model must hold an nn.MultiheadAttention, or timm's Attention, AttentionRope, EvaAttention, RelPosAttention or BEiT's, "
+    r"not skipped, got none%s; where a model calls scaled_dot_product_attention itself, call flexdilated.dilated_attention in its "
+    "place$"
+)
+SEEN = r", ".join(rf"'{i}.attn' of \S+\.OtherAttention" for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: convert(nn.Linear(2, 3), PATTERN), ValueError, NONE % ""),
+        (lambda: convert(nn.Sequential(attention()), PATTERN, skip=["0"]), ValueError, NONE % ""),
+        (lambda: convert(others(), PATTERN), ValueError, NONE % rf" but {SEEN}, \.\.\."),
+        (
+            lambda: convert(nn.Sequential(attention()), PATTERN, skip=["1"]),
+            ValueError,
+            r"^skip must hold paths of attention layers, \['0'\], got '1'$",
+        ),
+        (
+            lambda: convert(attention(batch_first=False), PATTERN),
+            ValueError,
+            r"^the model itself: module must have batch_first=True, got batch_first=False",
+        ),
+        (
+            lambda: convert(torch_s(nn.Transformer, num_encoder_layers=1, num_decoder_layers=1), PATTERN),
+            ValueError,
+            r"^'decoder.layers.0.multihead_attn': module must be self-attention, got the cross-attention",
+        ),
+        (
+            lambda: convert(convert(torch_s(), PATTERN), PATTERN),
+            ValueError,
+            r"^model must hold attention that is not dilated yet, got 'self_attn': it is already",
+        ),
+        (lambda: convert(3, PATTERN), TypeError, r"^model must be an nn.Module, got int$"),
+        (lambda: convert(Model(), (7, 13)), TypeError, r"^pattern must be a DilatedPattern, got tuple$"),
+        (
+            lambda: convert(Model(), PATTERN, skip="again"),
+            TypeError,
+            r"^skip must be a collection of paths, got the string 'again'$",
+        ),
+        (lambda: convert(Model(), PATTERN, dropout_p=1.0), ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_convert_rejects(call: Callable[[], object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call()

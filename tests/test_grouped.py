@@ -109,14 +109,6 @@ def test_every_entry_refuses_fewer_heads_than_branches_and_accepts_as_many(entry
         ENTRIES[entry](3)
 
 
-def test_a_model_that_cannot_be_converted_stays_as_it_is() -> None:
-    model = nn.Sequential(layer(6), layer(2))
-    kinds = [type(part) for part in model]
-    with pytest.raises(ValueError, match=REFUSAL % 2):
-        convert(model, PATTERN)
-    assert [type(part) for part in model] == kinds
-
-
 @pytest.mark.parametrize("held", [1, 2])
 def test_a_part_of_the_heads_is_counted_with_all_of_the_model(held: int) -> None:
     """Tensor parallelism: fewer heads than branches here, enough in the whole model."""

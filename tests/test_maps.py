@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -6,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated import DilatedPattern, attention_map, dilated_attention, reference
+from flexdilated import DilatedPattern, attention_map, dilated_attention
 from tests.cases import Case, least_heads, patterns
 from tests.tolerances import EXACT, SINGLE
 
@@ -83,34 +84,6 @@ def test_attention_map_equals_the_definition(
     torch.testing.assert_close(weights.sum(dim=-1) + zeros[:, :, queries], (expected.sum(-1) + zeros)[:, :, queries], **EXACT)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        DilatedPattern((7, 13, 43), (1, 3, 5)),
-        DilatedPattern((7, 13, 43), (2, 3, 5), offsets="interleaved"),
-        DilatedPattern.grouped((7, 13), (2, 3)),
-        DilatedPattern.torchscale((7, 43), (1, 4)),
-        DilatedPattern.torchscale((11, 7), (3, 4)),  # no rate divides: torchscale's shifted positions
-    ],
-)
-def test_attention_map_times_values_is_the_output(pattern: DilatedPattern, is_causal: bool) -> None:
-    case = Case(pattern, batch=2, num_tokens=43, kv_heads=5, group=2, is_causal=is_causal, ignored=0.2, strided=True, seed=3)
-    q, k, v, _, _ = case.tensors()
-    queries = torch.tensor([41, 0, 17, 6, 7, 42])
-    weights = attention_map(q, k, pattern, queries=queries, **case.options())
-    out = torch.einsum("bhqn,bnhd->bqhd", weights, v.repeat_interleave(2, dim=2))
-    expected = dilated_attention(q, k, v, pattern, **case.options())
-    torch.testing.assert_close(out, expected[:, queries], **EXACT)
-    torch.testing.assert_close(out, reference.dilated_attention(q, k, v, pattern, **case.options())[0][:, queries], **EXACT)
-
-
-def test_attention_map_counts_a_key_once_per_branch() -> None:
-    q, k = torch.zeros(1, 5, 1, 2), torch.zeros(1, 5, 1, 2)
-    weights = attention_map(q, k, DilatedPattern((5, 2), (1, 1)), queries=0)
-    torch.testing.assert_close(weights[0, 0, 0], torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0]) / 7, **SINGLE)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_attention_map_of_other_dtypes_is_float32_and_computed_in_it(dtype: torch.dtype) -> None:
     q, k, _, _, _ = Case(PATTERN, seed=7).tensors(dtype)
@@ -139,37 +112,35 @@ def test_attention_map_of_a_long_sequence_needs_no_square() -> None:
     torch.testing.assert_close(out, dilated_attention(q, q, q, DilatedPattern.gigapath())[:, [0, 35_000]], **SINGLE)
 
 
-@pytest.mark.parametrize("queries", [[0, 43], [0, -1]])
-def test_attention_map_rejects_positions_outside(queries: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"queries": [0, 43]}, ValueError, r"queries\[1\] must be in \[0, N=43\), got 43$"),
+        ({"queries": [0, -1]}, ValueError, r"queries\[1\] must be in \[0, N=43\), got -1$"),
+        ({"queries": []}, ValueError, "queries must hold at least one position, got none$"),
+        (
+            {"queries": torch.tensor([[1, 2]])},
+            ValueError,
+            r"queries must be one position or a 1-D tensor of them, got shape \(1, 2\)$",
+        ),
+        ({"queries": torch.ones(43, dtype=torch.bool)}, TypeError, "queries must hold integers, got torch.bool$"),
+        *(
+            ({"queries": [0, wrong]}, TypeError, r"queries\[1\] must be an integer, got")
+            for wrong in (True, 1.0, torch.tensor(1.5), torch.tensor(True))
+        ),
+        *(
+            ({"queries": wrong}, TypeError, "queries must be an integer, a sequence or a tensor of integers, got")
+            for wrong in ("12", None, 1.0)
+        ),
+        ({"k": torch.ones(1, 42, 5, 3).double()}, ValueError, "k must match q in B, N and D"),
+        ({"k": torch.ones(1, 43, 5, 3)}, TypeError, "k must have the dtype of q"),
+        ({"pattern": None}, TypeError, "pattern must be a DilatedPattern, got NoneType$"),
+        ({"key_padding_mask": torch.zeros(43, 1, dtype=torch.bool)}, ValueError, "key_padding_mask must have shape"),
+    ],
+)
+def test_attention_map_rejects(changes: dict[str, Any], error: type[Exception], match: str) -> None:
     q, k, _, _, _ = Case(PATTERN).tensors()
-    with pytest.raises(ValueError, match=rf"^queries\[1\] must be in \[0, N=43\), got {queries[1]}$"):
-        attention_map(q, k, PATTERN, queries=queries)
-    attention_map(q, k, PATTERN, queries=[0, 42])
-
-
-def test_attention_map_rejects_what_are_no_positions() -> None:
-    q, k, _, _, _ = Case(PATTERN).tensors()
-    with pytest.raises(ValueError, match=r"^queries must hold at least one position, got none$"):
-        attention_map(q, k, PATTERN, queries=[])
-    with pytest.raises(ValueError, match=r"^queries must be one position or a 1-D tensor of them, got shape \(1, 2\)$"):
-        attention_map(q, k, PATTERN, queries=torch.tensor([[1, 2]]))
-    with pytest.raises(TypeError, match=r"^queries must hold integers, got torch.bool$"):
-        attention_map(q, k, PATTERN, queries=torch.ones(43, dtype=torch.bool))
-    for wrong in (True, 1.0, torch.tensor(1.5), torch.tensor(True)):
-        with pytest.raises(TypeError, match=r"^queries\[1\] must be an integer, got"):
-            attention_map(q, k, PATTERN, queries=[0, wrong])
-    for wrong in ("12", None, 1.0):
-        with pytest.raises(TypeError, match=r"^queries must be an integer, a sequence or a tensor of integers, got"):
-            attention_map(q, k, PATTERN, queries=wrong)
-
-
-def test_attention_map_rejects_tensors_as_dilated_attention_does() -> None:
-    q, k, _, _, _ = Case(PATTERN).tensors()
-    with pytest.raises(ValueError, match=r"^k must match q in B, N and D"):
-        attention_map(q, k[:, 1:], PATTERN, queries=0)
-    with pytest.raises(TypeError, match=r"^k must have the dtype of q"):
-        attention_map(q, k.float(), PATTERN, queries=0)
-    with pytest.raises(TypeError, match=r"^pattern must be a DilatedPattern, got NoneType$"):
-        attention_map(q, k, None, queries=0)
-    with pytest.raises(ValueError, match=r"^key_padding_mask must have shape"):
-        attention_map(q, k, PATTERN, queries=0, key_padding_mask=torch.zeros(43, 1, dtype=torch.bool))
+    given: dict[str, Any] = {"q": q, "k": k, "pattern": PATTERN, "queries": [0, 42]}
+    attention_map(**given)
+    with pytest.raises(error, match=f"^{match}"):
+        attention_map(**given | changes)

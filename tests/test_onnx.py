@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import Dim
 
-from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.export import portable
-from tests.test_export import MODELS, Attention, assert_serves_every_shape, build, draw, export
+from tests.test_export import MASKED, MODELS, Attention, Masked, assert_serves_every_shape, build, draw, export, masked_inputs
 from tests.tolerances import SINGLE
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: nox -s tests_export")
@@ -28,11 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 def serve(program: Any, folder: Path) -> Callable[..., Tensor]:
     """An ONNX program as a function of tensors."""
     program.save(folder / "model.onnx")
-    return load(folder / "model.onnx")
-
-
-def load(path: Path) -> Callable[..., Tensor]:
-    session = onnxruntime.InferenceSession(path)
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
     names = [x.name for x in session.get_inputs()]
     return lambda *xs: torch.from_numpy(session.run(None, {name: x.numpy() for name, x in zip(names, xs)})[0])
 
@@ -61,21 +56,10 @@ def test_a_program_that_is_not_portable_names_the_operator() -> None:
 
 @pytest.mark.slow
 def test_zero_keys_and_a_padding_mask_up_to_the_longest_segment(tmp_path: Path) -> None:
-    class Masked(nn.Module):
-        def forward(self, x: Tensor, ignored: Tensor) -> Tensor:
-            return dilated_attention(x, x, x, DilatedPattern.torchscale((8, 61), (2, 5)), key_padding_mask=ignored)
-
-    def inputs(num_tokens: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(2, num_tokens, 3, 6, generator=torch.Generator().manual_seed(0))
-        return x, torch.arange(num_tokens) % torch.tensor([[3], [5]]) == 0
-
-    length = Dim("length", max=61)
-    program = torch.onnx.export(
-        Masked(), inputs(43), dynamic_shapes={"x": {1: length}, "ignored": {1: length}}, dynamo=True, verbose=False
-    )
+    program = torch.onnx.export(Masked(), masked_inputs(43), dynamic_shapes=MASKED, dynamo=True, verbose=False)
     served = serve(program, tmp_path)
     for num_tokens in (1, 8, 29, 61):
-        torch.testing.assert_close(served(*inputs(num_tokens)), Masked()(*inputs(num_tokens)), **SINGLE)
+        torch.testing.assert_close(served(*masked_inputs(num_tokens)), Masked()(*masked_inputs(num_tokens)), **SINGLE)
 
 
 @pytest.mark.slow
@@ -91,8 +75,3 @@ def test_an_engine_of_this_library_gives_way_to_the_portable_form(tmp_path: Path
 def test_the_exporter_over_torchscript_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=r"torch\.onnx\.export must be called with dynamo=True for dilated.*dynamo=False"):
         torch.onnx.export(build("layer"), (draw("layer"),), tmp_path / "model.onnx", dynamo=False)
-
-
-def test_what_has_no_portable_form_is_refused() -> None:
-    with pytest.raises(Exception, match="cu_seqlens must be None in a portable program"):
-        torch.onnx.export(Attention(cu_seqlens=torch.tensor([0, 5, 43])), (draw("layer", 1),), dynamo=True, verbose=False)

@@ -1,5 +1,7 @@
 """Orders of 2-D tokens: true permutations, unit steps, compact segments, and refusals."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -59,10 +61,6 @@ def test_hilbert_of_a_power_of_two_divides_in_quadrants() -> None:
             assert (run.amax(dim=0) == corner + size - 1).all()
 
 
-def test_hilbert_of_four_tokens_by_hand() -> None:
-    assert grid_order((2, 2)).permutation.tolist() == [0, 2, 3, 1]
-
-
 @pytest.mark.parametrize("grid", [(64, 64), (61, 200)], ids=str)
 def test_hilbert_segments_are_compact(grid: tuple[int, int]) -> None:
     """A segment of n tokens spans at most 4 sqrt(n) in either direction, which row-major order exceeds."""
@@ -75,9 +73,12 @@ def test_hilbert_segments_are_compact(grid: tuple[int, int]) -> None:
     assert spans["hilbert"] <= 4 * length**0.5 < min(spans["row_major"], spans["serpentine"])
 
 
-def test_serpentine_and_row_major_by_hand() -> None:
+def test_orders_by_hand() -> None:
     assert grid_order((3, 3), order="serpentine").permutation.tolist() == [0, 1, 2, 5, 4, 3, 6, 7, 8]
     assert grid_order((3, 3), order="row_major").permutation.tolist() == list(range(9))
+    assert grid_order((2, 2)).permutation.tolist() == [0, 2, 3, 1]
+    coordinates = torch.tensor([[0, 0], [0, 5], [2, 0], [2, 5], [3, 0], [3, 5]])  # turns at every row that holds a token
+    assert coordinate_order(coordinates, order="serpentine").permutation.tolist() == [0, 1, 3, 2, 4, 5]
 
 
 # -- coordinates -------------------------------------------------------------------------------------------------------------------
@@ -121,11 +122,6 @@ def test_tokens_at_one_place_keep_their_order(order: str) -> None:
     assert coordinate_order(coordinates, order=order).permutation.tolist() == [1, 3, 0, 2, 4]
 
 
-def test_serpentine_turns_at_every_row_that_holds_a_token() -> None:
-    coordinates = torch.tensor([[0, 0], [0, 5], [2, 0], [2, 5], [3, 0], [3, 5]])
-    assert coordinate_order(coordinates, order="serpentine").permutation.tolist() == [0, 1, 3, 2, 4, 5]
-
-
 # -- tensors -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -143,50 +139,48 @@ def test_restore_undoes_reorder(shape: tuple[int, ...]) -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("grid", "error", "match"),
-    [
-        ((7,), ValueError, r"^grid must be \(height, width\), got \(7,\); 1-D text is already in the order"),
-        (7, ValueError, r"^grid must be \(height, width\), got 7; 1-D text"),
-        ("ab", ValueError, r"^grid must be \(height, width\), got 'ab'; "),
-        ((0, 3), ValueError, r"^grid height must be at least 1, got 0$"),
-        ((3, -1), ValueError, r"^grid width must be at least 1, got -1$"),
-        ((3.0, 2), TypeError, r"^grid height must be an integer, got 3.0$"),
-        ((3, True), TypeError, r"^grid width must be an integer, got True$"),
-    ],
-)
-def test_grid_order_rejects_what_is_no_grid(grid: object, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        grid_order(grid)
+UNKNOWN = r"order must be one of \('hilbert', 'serpentine', 'row_major'\), got 'peano'$"
+FEW = r"x must have shape \(B, 15, \.\.\.\), one token per place of the order, got \("
+SHAPE = r"coordinates must have shape \(N, 2\), got "
 
 
 @pytest.mark.parametrize(
-    ("coordinates", "error", "match"),
+    ("call", "error", "match"),
     [
-        (torch.arange(7), ValueError, r"^coordinates must have shape \(N, 2\), got \(7,\); 1-D text is already in the order"),
-        (torch.ones(7, 1).long(), ValueError, r"^coordinates must have shape \(N, 2\), got \(7, 1\); "),
-        (torch.ones(7, 2), TypeError, r"^coordinates must be integers, got torch.float32$"),
-        (torch.ones(7, 2).bool(), TypeError, r"^coordinates must be integers, got torch.bool$"),
-        ([[1, 2]], TypeError, r"^coordinates must be a tensor, got list$"),
-        (torch.tensor([[0, 0], [2**40, 2**40]]), ValueError, r"^coordinates must span at most 2\*\*62 cells, got 10995\d+ x 10995"),
+        *(
+            (lambda grid=grid: grid_order(grid), error, f"grid {text}")
+            for grid, error, text in (
+                ((7,), ValueError, r"must be \(height, width\), got \(7,\); 1-D text is already in the order"),
+                (7, ValueError, r"must be \(height, width\), got 7; 1-D text"),
+                ("ab", ValueError, r"must be \(height, width\), got 'ab'; "),
+                ((0, 3), ValueError, "height must be at least 1, got 0$"),
+                ((3, -1), ValueError, "width must be at least 1, got -1$"),
+                ((3.0, 2), TypeError, "height must be an integer, got 3.0$"),
+                ((3, True), TypeError, "width must be an integer, got True$"),
+            )
+        ),
+        (lambda: coordinate_order(torch.arange(7)), ValueError, SHAPE + r"\(7,\); 1-D text is already in the order"),
+        (lambda: coordinate_order(torch.ones(7, 1).long()), ValueError, SHAPE + r"\(7, 1\); "),
+        (lambda: coordinate_order(torch.ones(7, 2)), TypeError, "coordinates must be integers, got torch.float32$"),
+        (lambda: coordinate_order(torch.ones(7, 2).bool()), TypeError, "coordinates must be integers, got torch.bool$"),
+        (lambda: coordinate_order([[1, 2]]), TypeError, "coordinates must be a tensor, got list$"),
+        (
+            lambda: coordinate_order(torch.tensor([[0, 0], [2**40, 2**40]])),
+            ValueError,
+            r"coordinates must span at most 2\*\*62 cells, got 10995\d+ x 10995",
+        ),
+        (lambda: grid_order((3, 2), order="peano"), ValueError, UNKNOWN),
+        (lambda: coordinate_order(torch.ones(3, 2).long(), order="peano"), ValueError, UNKNOWN),
+        *(
+            (lambda apply=apply, shape=shape: apply(torch.ones(shape), grid_order((3, 5))), ValueError, FEW)
+            for apply in (reorder, restore)
+            for shape in ((15,), (2, 14), (2, 16, 3))
+        ),
     ],
 )
-def test_coordinate_order_rejects_what_are_no_coordinates(coordinates: object, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        coordinate_order(coordinates)
-
-
-def test_orders_reject_an_unknown_name() -> None:
-    for make in (lambda: grid_order((3, 2), order="peano"), lambda: coordinate_order(torch.ones(3, 2).long(), order="peano")):
-        with pytest.raises(ValueError, match=r"^order must be one of \('hilbert', 'serpentine', 'row_major'\), got 'peano'$"):
-            make()
-
-
-@pytest.mark.parametrize("shape", [(15,), (2, 14), (2, 16, 3)], ids=str)
-def test_reorder_and_restore_reject_another_number_of_tokens(shape: tuple[int, ...]) -> None:
-    for apply in (reorder, restore):
-        with pytest.raises(ValueError, match=r"^x must have shape \(B, 15, \.\.\.\), one token per place of the order, got \("):
-            apply(torch.ones(shape), grid_order((3, 5)))
+def test_orders_reject(call: Callable[[], object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=f"^{match}"):
+        call()
 
 
 # -- traced ------------------------------------------------------------------------------------------------------------------------

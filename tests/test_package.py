@@ -3,7 +3,6 @@
 import importlib
 import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -65,10 +64,6 @@ def test_package_imports_without_extras_and_commands_say_which_they_lack(tmp_pat
     )
     typer = "error: typer must be installed for commands, got none; pip install 'flexdilated[cli]'"
     assert found.splitlines() == [f"2 {typer}", f"2 {NO_PICTURES}"]
-
-
-def test_package_says_that_it_is_typed() -> None:
-    assert files("flexdilated").joinpath("py.typed").is_file()
 
 
 def test_heads_before_tokens_are_named_where_shapes_show_them() -> None:

@@ -174,12 +174,6 @@ def test_more_heads_than_tokens_compile_in_one_graph() -> None:
     torch.compile(dilated_attention, fullgraph=True, backend="eager")(x, x, x, PATTERN)
 
 
-def test_options_are_keyword_only() -> None:
-    x = torch.ones(1, 17, 3, 5)
-    with pytest.raises(TypeError, match="positional"):
-        dilated_attention(x, x, x, PATTERN, True)  # type: ignore[call-overload]
-
-
 def nested(layout: torch.layout) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.randn(5, 2, 3), torch.randn(7, 2, 3)], layout=layout)
 

@@ -100,15 +100,19 @@ def test_dtensors_give_what_their_whole_gives(
 
 
 @several
-@pytest.mark.parametrize("placements", [TOKENS, [Shard(2), Shard(1)], [Shard(0), Shard(1)]], ids=placed)
-def test_dtensors_whose_parts_may_be_empty(ranks: Ranks, placements: list[Placement]) -> None:
-    """As `torch.chunk` cuts 5 tokens among 4 ranks: 2, 2, 1 and none."""
-    ranks.run(check_dtensors, replace(dtensor_case(), shard_lengths=(5,)), placements, None, "auto", False)
-
-
-@several
-def test_dtensors_with_documents(ranks: Ranks) -> None:
-    ranks.run(check_dtensors, dtensor_case(batch=1, borders=(0, 3, 30, 41)), [Shard(2), Shard(1)], None, "auto", False)
+@pytest.mark.parametrize(
+    ("placements", "changes"),
+    [
+        # As `torch.chunk` cuts 5 tokens among 4 ranks: 2, 2, 1 and none.
+        *((placements, {"shard_lengths": (5,)}) for placements in (TOKENS, [Shard(2), Shard(1)], [Shard(0), Shard(1)])),
+        ([Shard(2), Shard(1)], {"batch": 1, "borders": (0, 3, 30, 41)}),
+    ],
+    ids=placed,
+)
+def test_dtensors_whose_parts_may_be_empty_or_with_documents(
+    ranks: Ranks, placements: list[Placement], changes: dict[str, Any]
+) -> None:
+    ranks.run(check_dtensors, replace(dtensor_case(), **changes), placements, None, "auto", False)
 
 
 # Every rank traces the same graph, whatever their number: two are enough, and two axes of two.
@@ -195,7 +199,7 @@ def check_batch_refusals(rank: int, mesh: DeviceMesh) -> None:
     torch.manual_seed(5)
     pattern, size = DilatedPattern((4, 16), (1, 2)), mesh.size()
     q = torch.randn(size, 12 * size, 2, 4)
-    batch, tokens, replicated = (scattered(q, mesh, [place]) for place in (Shard(0), Shard(1), Replicate()))
+    batch, replicated = (scattered(q, mesh, [place]) for place in (Shard(0), Replicate()))
     slopes, borders = torch.randn(size), torch.tensor([0, 12 * size])
     functions: list[dict[str, Any]] = [
         {"score_mod": lambda s, b, h, i, j: s + slopes[b]},
@@ -215,8 +219,6 @@ def check_batch_refusals(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(alone.full_tensor(), dilated_attention(q[:1], q[:1], q[:1], pattern))
     with pytest.raises(ValueError, match=r"mesh must share no ranks but this one with that of q, got \[0, 1"):
         dilated_attention(replicated, replicated, replicated, pattern, mesh=mesh)
-    with pytest.raises(ValueError, match="shard_lengths must be None for DTensors sharded on tokens"):
-        dilated_attention(tokens, tokens, tokens, pattern, shard_lengths=(12,) * size)
     one = scattered(q[:1], mesh, [Shard(1)])
     whole = dilated_attention(one, one, one, pattern, cu_seqlens=scattered(borders, mesh, [Replicate()]))
     assert isinstance(whole, DTensor)

@@ -41,6 +41,13 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.grad for name, x in model.named_parameters()}
 
 
+def assert_summed_gradients(model: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
+    """The gradients of all ranks together are those of one process."""
+    for name, grad in gradients(model).items():
+        dist.all_reduce(grad, group=mesh.get_group())
+        torch.testing.assert_close(grad, gradients(whole)[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def check_model(
     mesh: DeviceMesh,
     *,
@@ -55,8 +62,7 @@ def check_model(
     tokens = draw_tokens(1 if documents else 2)
     cu_seqlens = None if documents is None else torch.tensor(documents)
     mask = (torch.arange(TOKENS) % 8 == 3).expand_as(tokens) if padded else None
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(*tokens.shape, 29, generator=generator, dtype=torch.float64)
+    weight = torch.randn(*tokens.shape, 29, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     whole = build(**changes)
     expected = whole(tokens, key_padding_mask=mask, cu_seqlens=cu_seqlens)
     (expected * weight).sum().backward()
@@ -74,9 +80,7 @@ def check_model(
     (actual * local["weight"]).sum().backward()
     with torch.no_grad():
         torch.testing.assert_close(unshard_sequence(actual, mesh, shard_lengths=shard_lengths), expected, **EXACT)
-    for name, grad in gradients(model).items():
-        dist.all_reduce(grad, group=mesh.get_group())
-        torch.testing.assert_close(grad, gradients(whole)[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+    assert_summed_gradients(model, whole, mesh)
 
 
 def check_two(rank: int, mesh: DeviceMesh) -> None:
@@ -88,7 +92,6 @@ def check_two(rank: int, mesh: DeviceMesh) -> None:
     check_model(mesh, documents=crossing, tie_embeddings=False)
     check_model(mesh, position="xpos", shard_lengths=uneven, exchange="gather", compiler="aot_eager", num_layers=1)
     check_layers(rank, mesh)
-    check_decoding(mesh)
 
 
 def check_layers(rank: int, mesh: DeviceMesh) -> None:
@@ -103,6 +106,13 @@ def check_layers(rank: int, mesh: DeviceMesh) -> None:
         ValueError, match=rf"^shard_lengths\[{rank}\] must be the number of tokens of this rank=17, got \(18, 16\)$"
     ):
         model(tokens, shard_lengths=(18, 16))
+    with pytest.raises(ValueError, match=r"^shard_lengths must hold one length per rank"):
+        model(tokens, shard_lengths=(1,) * 9)
+    x, layer = torch.zeros(1, 3, 24, dtype=torch.float64), build(mesh, exchange="gather").layers[0].self_attn
+    layer.attention.scale = 0.5 if rank == mesh.size() - 1 else None
+    with pytest.raises(ValueError, match=r"^ranks must agree on scale, got 0\.40"):
+        layer(x, x, x)
+    assert torch.equal(twin(tokens), model(tokens))
     torch.manual_seed(2307)
     layer = nn.MultiheadAttention(24, 4, batch_first=True, dtype=torch.float64)
     x = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
@@ -115,89 +125,13 @@ def check_layers(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(unbatched, actual[0], **EXACT)
 
 
-def check_decoding(mesh: DeviceMesh) -> None:
-    """Every rank holds the whole prompt, and decodes for itself."""
-    prompt = draw_tokens(2, 11)
-    model, whole = build(mesh), build()
-    expected = whole.generate(prompt, max_new_tokens=5, temperature=0.0)
-    assert torch.equal(model.generate(prompt, max_new_tokens=5, temperature=0.0), expected)
-    with pytest.raises(ValueError, match=r"^shard_lengths must come with mesh, got \(11, 0\) and no mesh$"):
-        model.eval()(prompt, caches=model.make_caches(2), shard_lengths=(11, 0))
-
-
 @pytest.mark.slow
 @exactly(2)
 def test_longnet_over_two_ranks_equals_one_process(ranks: Ranks) -> None:
     ranks.run(check_two)
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------------------
-
-
-def check_refused(rank: int, mesh: DeviceMesh) -> None:
-    """What a module of all ranks refuses leaves them in order."""
-    tokens = draw_tokens(tokens=12 * mesh.size())
-    local = shard_sequence(tokens, mesh)
-    expected = shard_sequence(build()(tokens), mesh)
-    model = build(mesh)
-    with pytest.raises(ValueError, match=r"^shard_lengths must hold one length per rank"):
-        model(local, shard_lengths=(1,) * 9)
-    torch.testing.assert_close(model(local), expected, **EXACT)
-    layer = build(mesh, exchange="gather").layers[0].self_attn
-    x = torch.zeros(1, 3, 24, dtype=torch.float64)
-    layer.attention.scale = 0.5 if rank == mesh.size() - 1 else None
-    with pytest.raises(ValueError, match=r"^ranks must agree on scale, got 0\.40"):
-        layer(x, x, x)
-    torch.testing.assert_close(build(mesh)(local), expected, **EXACT)
-
-
-@one_size
-def test_modules_that_all_ranks_refuse_leave_them_in_order(ranks: Ranks) -> None:
-    ranks.run(check_refused)
-
-
 # -- encoder and decoder ----------------------------------------------------------------------------------------------------------
-
-
-UNREADABLE = {1: 0, 2: 1, 4: 1, 6: 0}  # steps, and the rank, counted from the last, that cannot read its batch
-
-
-def train_with_failures(mesh: DeviceMesh | None, rank: int = 0, size: int = 1) -> tuple[list[int], dict[str, Tensor]]:
-    """Steps as the guide shows them, each with documents of its own: those made, and the parameters behind them."""
-    model = build(mesh)
-    optimizer, done = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for number in range(8):
-        optimizer.zero_grad()
-        tokens = (draw_tokens(1, 5 * size) + number) % 29
-        cu_seqlens, labels = torch.tensor([0, 2 + number % 3, 5 * size]), tokens.roll(-1)
-        is_good = torch.tensor(int(number not in UNREADABLE or (mesh is not None and rank != size - 1 - UNREADABLE[number])))
-        if mesh is not None:
-            tokens, labels = shard_sequence((tokens, labels), mesh)
-            dist.all_reduce(is_good, dist.ReduceOp.MIN, group=mesh.get_group())
-        if not is_good:
-            continue
-        loss = F.cross_entropy(model(tokens, cu_seqlens=cu_seqlens).flatten(0, 1), labels.flatten())
-        loss.backward()
-        if mesh is not None:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=mesh.get_group())
-                parameter.grad /= size
-        optimizer.step()
-        done.append(number)
-    return done, dict(model.named_parameters())
-
-
-def check_failing_steps(rank: int, mesh: DeviceMesh) -> None:
-    done, parameters = train_with_failures(mesh, rank, mesh.size())
-    expected_done, expected = train_with_failures(None, size=mesh.size())
-    assert done == expected_done == [0, 3, 5, 7]
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter, expected[name], **EXACT)
-
-
-@one_size
-def test_a_batch_that_one_rank_cannot_read_is_skipped_by_all(ranks: Ranks) -> None:
-    ranks.run(check_failing_steps)
 
 
 def build_pair(mesh: DeviceMesh | None = None, **options: Any) -> LongNet:
@@ -239,9 +173,7 @@ def check_sides(
     actual = model(**local_src, **local_tgt, **lengths)
     (actual * dout).sum().backward()
     torch.testing.assert_close(unshard_sequence(actual.detach(), mesh, shard_lengths=tgt_lengths), expected.detach(), **EXACT)
-    for name, grad in gradients(model).items():
-        dist.all_reduce(grad, group=mesh.get_group())
-        torch.testing.assert_close(grad, gradients(whole)[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+    assert_summed_gradients(model, whole, mesh)
 
 
 @one_size
@@ -321,9 +253,7 @@ def check_converted(rank: int, mesh: DeviceMesh) -> None:
     actual = model(x_local, src_key_padding_mask=ignored_local)
     (actual * weight_local).sum().backward()
     torch.testing.assert_close(unshard_sequence(actual.detach(), mesh), expected.detach(), **EXACT)
-    for name, grad in gradients(model).items():
-        dist.all_reduce(grad, group=mesh.get_group())
-        torch.testing.assert_close(grad, gradients(whole)[name], **EXACT)
+    assert_summed_gradients(model, whole, mesh)
 
 
 @one_size

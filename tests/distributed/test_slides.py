@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexdilated.distributed import even_shard_lengths, shard_sequence
 from flexdilated.hub.gigapath import LongNetViT, create_model
-from tests.distributed.processes import Ranks, exactly, one_size
+from tests.distributed.processes import Ranks, one_size
 from tests.hub.test_slide_encoder import draw_slides, encoder_model
 from tests.hub.test_slide_packing import encoder_model_like
 from tests.tolerances import EXACT, SINGLE
 
 
 def encode_over_ranks(rank: int, mesh: DeviceMesh, counts: tuple[int, ...]) -> None:
+    assert create_model(None, "LongNet_8_layers_256_dim", 24, mesh=mesh).mesh is mesh
     torch.manual_seed(11)
     alone, single = encoder_model(), encoder_model(global_pool=True)
     sharded = encoder_model_like(alone, mesh=mesh)
@@ -55,16 +56,6 @@ def differentiate(rank: int, mesh: DeviceMesh, counts: tuple[int, ...], alone: L
             assert actual.grad is not None
             dist.all_reduce(actual.grad, group=mesh.get_group())
             torch.testing.assert_close(actual.grad, expected.grad, **EXACT)
-
-
-@exactly(2)
-def test_a_model_of_a_name_takes_a_mesh(ranks: Ranks) -> None:
-    ranks.run(named_model)
-
-
-def named_model(rank: int, mesh: DeviceMesh) -> None:
-    model = create_model(None, "LongNet_8_layers_256_dim", 24, mesh=mesh)
-    assert model.mesh is mesh
 
 
 def train_head(rank: int, mesh: DeviceMesh, how: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexdilated import DilatedPattern
-from flexdilated.analysis.strategies import Strategy, strategies, traffic_by_ranks
+from flexdilated.analysis.strategies import strategies, traffic_by_ranks
 from flexdilated.distributed.sharding import even_shard_lengths
 from tests.distributed.layers import layer
 
@@ -80,7 +80,3 @@ def test_traffic_by_ranks_is_that_of_each_number_of_ranks() -> None:
             if each.forward is not None and each.backward is not None:
                 assert (ranks, (each.forward + each.backward).max()) in lines[each.name]
     assert [ranks for ranks, _ in traffic_by_ranks(layer(ranks=1))[0]["gather"]] == [1]
-
-
-def test_strategy_says_whether_it_is_ours() -> None:
-    assert [Strategy(name).is_ours for name in ("ring", "ring-all")] == [True, False]
