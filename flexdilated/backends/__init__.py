@@ -35,9 +35,9 @@ BACKENDS: dict[str, Callable[[Request], str | None]] = {
     "flex": flex_kernel.why_not,
     "reference": _reference_why_not,
 }
-# The same for calls with functions, and under torch.func, whose derivatives reach into no kernel: "sdpa" is torch's own operations
-# for these, and no switch of SDPA's kernels turns them off.
-BY_OPERATIONS = BACKENDS | {
+# Calls with functions, and calls under torch.func, whose derivatives reach into no kernel, ask these first: "sdpa" is torch's own
+# operations for such calls, and no switch of SDPA's kernels turns them off.
+BY_OPERATIONS: dict[str, Callable[[Request], str | None]] = {
     "sdpa": operations_why_not,
     "flash": partial(_untransformed_why_not, "flash"),
     "triton": partial(_untransformed_why_not, "triton"),
@@ -59,7 +59,8 @@ def why_not(backend: str, request: Request) -> str | None:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
-    return (BY_OPERATIONS if request.modified or request.transformed else BACKENDS)[backend](request)
+    own = BY_OPERATIONS if request.modified or request.transformed else BACKENDS
+    return own.get(backend, BACKENDS[backend])(request)
 
 
 def choose(backend: str, request: Request, *, divided: bool = False) -> str:
@@ -72,11 +73,11 @@ def choose(backend: str, request: Request, *, divided: bool = False) -> str:
         NotImplementedError: If the named engine cannot run the request; the message has its reason.
     """
     if backend == "auto":
-        table = BY_OPERATIONS if request.modified or request.transformed else BACKENDS
+        own = BY_OPERATIONS if request.modified or request.transformed else BACKENDS
         reasons = {}
         for name in prefer(request):
             whole = divided and name not in KERNEL_ENGINES
-            reasons[name] = WHOLE if whole else table[name](request)
+            reasons[name] = WHOLE if whole else own.get(name, BACKENDS[name])(request)
             if reasons[name] is None:
                 reasons[name] = unproven(name, request) or (triton_engine.why_not_unasked(request) if name == "triton" else None)
             if reasons[name] is None:
