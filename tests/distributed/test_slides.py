@@ -12,26 +12,35 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from flexdilated import DilatedPattern
 from flexdilated.distributed import even_shard_lengths, shard_sequence
 from flexdilated.hub.gigapath import LongNetViT, create_model
 from tests.distributed.processes import Ranks, one_size
 from tests.hub.test_slide_encoder import draw_slides, encoder_model
-from tests.hub.test_slide_packing import encoder_model_like
 from tests.tolerances import EXACT, SINGLE
+
+# GigaPath's rates and rules, in segments that are multiples of them: ranks do not compute shifted positions.
+PATTERN = DilatedPattern.torchscale((1024, 362, 128, 48, 16), (1, 2, 4, 8, 16))
+
+
+def encoder_model_like(model: LongNetViT, **options: object) -> LongNetViT:
+    other = encoder_model(**options)
+    other.load_state_dict(model.state_dict())
+    return other
 
 
 def encode_over_ranks(rank: int, mesh: DeviceMesh, counts: tuple[int, ...]) -> None:
     assert create_model(None, "LongNet_8_layers_256_dim", 24, mesh=mesh).mesh is mesh
     torch.manual_seed(11)
-    alone, single = encoder_model(), encoder_model(global_pool=True)
-    sharded = encoder_model_like(alone, mesh=mesh)
+    alone, single = encoder_model(pattern=PATTERN), encoder_model(pattern=PATTERN, global_pool=True)
+    sharded = encoder_model_like(alone, mesh=mesh, pattern=PATTERN)
     x, coords = draw_slides(1, sum(counts))
     shard, places = (shard_sequence(value, mesh, shard_lengths=counts) for value in (x, coords))
     for actual, expected in zip(sharded(shard, places, True, shard_lengths=counts), alone(x, coords, True)):
         torch.testing.assert_close(actual, expected, **EXACT)
     (tokens,) = sharded(shard, places, return_tokens=True, shard_lengths=counts)
     torch.testing.assert_close(tokens, alone(x, coords, return_tokens=True)[0], **EXACT)
-    pooled = encoder_model_like(single, mesh=mesh, global_pool=True)
+    pooled = encoder_model_like(single, mesh=mesh, pattern=PATTERN, global_pool=True)
     torch.testing.assert_close(pooled(shard, places, shard_lengths=counts)[0], single(x, coords)[0], **EXACT)
     with pytest.raises(NotImplementedError, match="cu_seqlens must be None with mesh, got a tensor; encode slides one by one"):
         sharded(shard, places, cu_seqlens=torch.tensor([0, shard.shape[1]]))
@@ -61,10 +70,10 @@ def differentiate(rank: int, mesh: DeviceMesh, counts: tuple[int, ...], alone: L
 def train_head(rank: int, mesh: DeviceMesh, how: str) -> None:
     """A head behind the encoder, the loss of the whole slide on every rank: averaged gradients are those of one process."""
     torch.manual_seed(11)
-    counts, encoder = even_shard_lengths(67, mesh.size()), encoder_model(global_pool=True)
+    counts, encoder = even_shard_lengths(67, mesh.size()), encoder_model(pattern=PATTERN, global_pool=True)
     x, coords = draw_slides(1, sum(counts))
     whole = Classifier(encoder, torch.nn.Linear(encoder.embed_dim, 3).double())
-    model = Classifier(encoder_model_like(encoder, mesh=mesh, global_pool=True), copy.deepcopy(whole.head))
+    model = Classifier(encoder_model_like(encoder, mesh=mesh, pattern=PATTERN, global_pool=True), copy.deepcopy(whole.head))
     wrapped: torch.nn.Module = model
     if how == "ddp":
         wrapped = DistributedDataParallel(model, process_group=mesh.get_group())

@@ -140,7 +140,7 @@ KERNEL = Kernel(
     "triton",
     why_not,
     lambda *given: _launches().dense_forward(*given),
-    lambda *given, dlse=None: _launches().dense_backward(*given, dlse),
+    lambda *tensors, options, dlse=None: _launches().dense_backward(*tensors, options=options, dlse=dlse),
     takes_dlse=True,
     in_place=_launches,
 )
