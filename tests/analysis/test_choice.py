@@ -66,6 +66,18 @@ def test_your_patterns_come_last_and_say_what_is_wrong_with_them() -> None:
     assert choose_pattern(512, 8, patterns=mine).shown[-2].why == "Yours."
 
 
+def test_sentences() -> None:
+    two, three = choose_pattern(512, 8).shown[0], choose_pattern(512, 8).shown[3]
+    assert (
+        two.why
+        == "Each token reads its segment of 16 tokens and, in each head, 1 in 4 of all 512 tokens; 2 heads read the same ones."
+    )
+    assert three.why == (
+        "Each token reads its segment of 32 tokens and, in each head, 1 in 8 of the tokens of longer segments of 160 and 192; "
+        "one head reads the same ones."
+    )
+
+
 def test_numbers_in_the_picture_do_not_overlap() -> None:
     mine = [BEST, DilatedPattern((17, 512), (1, 4)), DilatedPattern((16, 500), (1, 4))]
     found = choose_pattern(512, 8, is_causal=True, patterns=mine)

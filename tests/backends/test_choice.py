@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import environment
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
-from flexdilated.backends import BACKENDS, Request, choose_kernel, crossovers, engines
+from flexdilated.backends import BACKENDS, Request, choose_kernel, crossovers, engines, sdpa
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.kernel import Dropout, Kernel, Options
 from flexdilated.backends.sdpa import KERNELS
@@ -143,6 +143,13 @@ def test_auto_computes_what_flex_does_not_take(monkeypatch: pytest.MonkeyPatch) 
             dilated_attention(q, k, v, PATTERN, **named)
 
 
+def test_auto_never_takes_the_oracle() -> None:
+    asked = request(differentiable=True)
+    assert backends.why_not("reference", asked) is None
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(NotImplementedError, match="no backend can run this on cpu: sdpa"):
+        backends.choose("auto", asked)
+
+
 def test_auto_gives_every_reason_where_no_engine_can() -> None:
     asked = request(hardware=MPS, dtype=torch.float64, dropout=True)
     with pytest.raises(NotImplementedError, match="no backend can run this on mps: ") as error:
@@ -226,6 +233,15 @@ def test_cudnn_comes_first_where_torch_prefers_it(
     assert choose_kernel("sdpa", asked).name == kernel
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # cuDNN's backward does not repeat
     assert choose_kernel("sdpa", asked).name == kernel.replace("cudnn", "flash")
+
+
+def test_kernel_refusal_is_the_text_of_why_not() -> None:
+    asked = request(hardware=MPS, dtype=torch.float64)
+    reason = sdpa.why_not(asked)
+    assert reason == "; ".join(f"{kernel.name}: {kernel.why_not(asked)}" for kernel in KERNELS)
+    with pytest.raises(NotImplementedError) as error:
+        choose_kernel("sdpa", asked)
+    assert str(error.value) == f"backend 'sdpa' cannot run this on mps: {reason}"
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,17 @@ def test_ever_new_numbers_are_refused(name: str, eagerly: CompileCounter, monkey
     attend_with(HELD[name](0.75))
 
 
+@pytest.mark.slow
+def test_kinds_do_not_wear_out_one_another_s_recompilations(eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "GRAPHS_LIMIT", 2)
+    x = torch.randn(3, 1, 40, 2, 16)
+    for length in (4, 5, 7):
+        pattern = DilatedPattern((length,), (1,))
+        out = dilated_attention(*x, pattern, backend="flex")
+        torch.testing.assert_close(out.double(), reference.dilated_attention(*x, pattern)[0], **SINGLE)
+    assert eagerly.frame_count == 3
+
+
 def test_functions_that_cannot_be_compiled_are_refused_in_their_names(eagerly: CompileCounter) -> None:
     def reads(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return s * float(str(2.0 * s.new_ones(()).item()))
@@ -292,6 +303,20 @@ def test_short_sequences_are_fused_and_long_ones_packed() -> None:
     assert layouts == ["fused", "fused", "packed", "packed", "packed"]
     # One dense branch is one call either way, without anything to merge.
     assert choose_layout(DilatedPattern((512,), (1,)), Shape(1, 1 << 17, 12, 12, 64, 2, True)) == "fused"
+
+
+@pytest.mark.parametrize("layout", ["packed", "fused"])
+def test_the_choice_is_obeyed(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    ran = []
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: layout)
+    for name in ("_packed", "_fused"):
+        monkeypatch.setattr(flexdilated.backends.flex.engine, name, lambda q, *_, name=name: ran.append(name) or (q, None))
+    x = torch.randn(1, 30, 2, 16)
+    dilated_attention(x, x, x, DilatedPattern((6,), (2,)), backend="flex")
+    # What one call cannot do goes to pieces, whatever it costs.
+    dilated_attention(x, x, x, DilatedPattern((6, 12), (2, 3), detach_weights=True), backend="flex")
+    assert ran == [f"_{layout}", "_packed"]
 
 
 # -- in compiled code -----------------------------------------------------------------------------------------------------------

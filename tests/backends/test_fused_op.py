@@ -63,6 +63,15 @@ def test_backward_keeps_only_q_k_v_out_and_lse(pattern: DilatedPattern) -> None:
     assert set(saved) == {x.data_ptr() for x in (q, k, v, out, lse)}
 
 
+def test_only_the_asked_gradients_are_given() -> None:
+    q, k, v, dout, _ = Case(PATTERN).tensors()
+    k.requires_grad_()
+    dilated_attention(q, k, v, PATTERN).backward(dout)
+    assert k.grad is not None
+    assert q.grad is None
+    assert v.grad is None
+
+
 def test_lse_alone_has_a_gradient() -> None:
     case = Case(PATTERN, group=2)
     q, k, v, _, dlse = case.tensors()

@@ -238,6 +238,15 @@ def test_failure_to_launch_in_a_capture_is_raised(monkeypatch: pytest.MonkeyPatc
     assert engine.UNBUILT is None
 
 
+def test_triton_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "UNBUILT", None)
+    monkeypatch.setitem(sys.modules, "flexdilated.backends.triton.merging", None)
+    request = piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64)
+    with pytest.warns(UserWarning, match="triton could not launch a kernel in this process"):
+        assert piece_loop.merging(request) is None
+    assert piece_loop.merging(request) is None
+
+
 def test_triton_without_a_driver_is_left_out() -> None:
     """Triton as it is, in a process without its interpreter: this machine has no GPU, so that no kernel can be launched."""
     code = """

@@ -255,6 +255,14 @@ def test_mapped_borders_are_refused_where_they_would_be_read(options: dict[str, 
         assert_close(vmap(call, (0, None))(q[None], borders[0])[0], expected)
 
 
+def test_vmap_within_vmap() -> None:
+    q, k, v, _, _ = Case(SHORT, num_tokens=13, kv_heads=2).tensors()
+    qs, ks = torch.stack([q, -q]), torch.stack([k, 2 * k, 3 * k])
+    call = lambda q, k: dilated_attention(q, k, v, SHORT)  # noqa: E731
+    actual = vmap(lambda q: vmap(lambda k: call(q, k))(ks))(qs)
+    assert_close(actual, torch.stack([torch.stack([call(q, k) for k in ks]) for q in qs]))
+
+
 def test_vmap_draws_dropout_as_torch_defines() -> None:
     q = torch.randn(1, 29, 2, 3)
     qs = q.expand(3, -1, -1, -1, -1)
@@ -374,6 +382,15 @@ def test_transforms_are_traced_or_refused_by_name(name: str, options: dict[str, 
     torch._dynamo.reset()
     if TRACES_FUNCTIONS:  # what it leaves uncompiled, torch 2.9 differentiates wrongly in plain functions too
         assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, SCORED], ids=["operators", "materialised"])
+def test_compiled_jacobians_of_forward_mode_are_left_uncompiled(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    q, k, v, _, _ = Case(ONE, num_tokens=7, kv_heads=1, head_dim=1).tensors()
+    call = jacfwd(lambda q: dilated_attention(q, k, v, ONE, **options))
+    assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])

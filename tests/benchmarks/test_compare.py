@@ -70,3 +70,8 @@ def test_compare_keeps_no_quick_run(compare: ModuleType, tmp_path: Path, capsys:
         compare.main([write_run(tmp_path, 1.0, 1.0, quick=True), "--results", str(tmp_path), "--keep"])
     assert "--keep must come with a run at full size" in capsys.readouterr().err
     assert not (tmp_path / "cpu-x-2threads.json").exists()
+
+
+def test_compare_rejects_a_run_without_measurements(compare: ModuleType) -> None:
+    with pytest.raises(ValueError, match="measurements of one class of machine, got \\[\\]"):
+        compare.read_run({"machine_info": {}, "benchmarks": []})

@@ -90,6 +90,12 @@ def test_results_of_other_settings_are_refused(text: Path, capsys: pytest.Captur
     assert "--output must hold runs of the same text=" in capsys.readouterr().err
 
 
+def test_lengths_that_leave_bytes_over_are_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(text, "--lengths", "96")
+    assert "--lengths must divide the 512 bytes of a step and the 1024 of a measurement, got 96" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("length", context_length.FULL.lengths[1:])
 def test_dilated_branches_cost_the_same_and_reach_every_byte_with_all_heads(length: int) -> None:
     pattern = context_length.pattern_of("dilated", length)

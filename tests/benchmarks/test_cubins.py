@@ -38,6 +38,13 @@ def test_whatever_is_compiled_is_kept() -> None:
         assert cubins.Config(kernel, level, head_dim, "fp32", "causal") in found
 
 
+def test_nothing_kept_is_at_fault() -> None:
+    for entry in kept():
+        config = cubins.config_of(entry)
+        cost = cubins.Cost(*(entry[name] for name in cubins.Cost._fields))
+        assert not list(cubins.faults(config, cost, cost.spills))
+
+
 def test_faults_are_named() -> None:
     config = cubins.Config("attend", 90, 64, "bf16", "causal")
     cost = cubins.Cost(cubins.Tiles(128, 64, 8, 3), 255, 7, 0, 1 << 20, 1024, "HMMA", 2, 1)

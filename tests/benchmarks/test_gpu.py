@@ -76,6 +76,13 @@ def test_an_error_in_the_backward_keeps_the_forward(error: Exception, status: st
     assert found["forward_ms"] > 0
 
 
+def test_a_wrong_result_is_reported() -> None:
+    engine = gpu.Engine("zeros", lambda x, pattern, is_causal: torch.zeros_like(x.q), lambda pattern, device: None)
+    found = gpu.attempt(gpu.Device("cpu"), engine, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
+    assert found["status"] == "wrong result"
+    assert "forward_ms" not in found
+
+
 def test_switches_hold_in_either_direction_and_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from flexdilated.backends.triton import launch

@@ -148,6 +148,22 @@ def test_a_run_that_was_cut_off_goes_on_after_its_last_step(command: Any, monkey
     assert command("--engines", "sdpa", "--commit", "other")[2][0] == "check sdpa"
 
 
+def test_a_step_that_was_cut_off_twice_is_left_out(command: Any) -> None:
+    def attempts(engine: Any, setting: Any) -> dict[str, Any]:
+        if engine.name == "sdpa" and setting.group > 1:
+            raise CutOff
+        return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0}
+
+    grouped = [setting for setting in gpu_steps.engine_settings(QUICK) if setting.group > 1]
+    for _ in range(2 * len(grouped)):
+        with pytest.raises(CutOff):
+            command("--engines", "sdpa", attempts=attempts)
+    status, report, _ = command("--engines", "sdpa", attempts=attempts)
+    assert status == 1
+    failed = {name: step["reason"] for name, step in report["steps"].items() if step["status"] == "failed"}
+    assert failed == {f"sdpa, {gpu_steps.spelled(setting)}": "it was cut off 2 times" for setting in grouped}
+
+
 def test_no_step_starts_that_would_not_end_in_time(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every time takes 25 seconds: of 156, a seventh would end after 175."""
     status, report, happened = command("--engines", "sdpa", "--minutes", "1.4", clock=Clock(25.0), verdicts=dict)
@@ -336,6 +352,11 @@ def test_calls_of_other_bits_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     case = gpu_checks.Case(QUICK.checked, head_dim=16, lse_gradient=False)
     found = gpu_checks.repeatable("triton", case, "cpu", calls=5)
     assert found["forward"] == "wrong: bits of call 3 differ from those of call 1"
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--all", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith("--all needs a CUDA device, and torch sees none")
 
 
 def test_needs_are_named_with_the_commands_that_bring_them(

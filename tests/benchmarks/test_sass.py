@@ -46,3 +46,10 @@ def test_spills_are_counted_in_loops_with_products_of_any_kind() -> None:
 )
 def test_faults_of_products_in_flight(instructions: tuple[str, ...], found: tuple[int, int]) -> None:
     assert sass.faults(loop(*instructions)) == found
+
+
+def test_only_inner_loops_are_judged() -> None:
+    """A loop around a loop would have the waits of both."""
+    inner = loop(SCORES, WAIT, VALUES, f"{VALUES}, gsb0").replace("EXIT", "WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    outer = inner + "\n".join(["", *(f"/*{at:04x}*/ {what} ;" for at, what in ((0x100, WAIT), (0x110, WAIT), (0x120, "BRA 0x10")))])
+    assert sass.faults(inner) == sass.faults(outer) == (0, 0)

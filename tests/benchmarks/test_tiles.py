@@ -23,6 +23,14 @@ pytestmark = pytest.mark.lab
 KEPT = Path(tiles.__file__).parent / "results" / "h200-tiles.json"
 
 
+def test_tiles_are_timed_on_a_gpu_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit):
+        tiles.main([])
+    assert "tiles are timed on a CUDA device" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in triton's interpreter")
 @pytest.mark.parametrize(
