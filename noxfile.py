@@ -283,7 +283,7 @@ def tests_torchtitan(session: nox.Session) -> None:
 def tests_slides(session: nox.Session) -> None:
     """Slides in every format, stores that LazySlide's own library wrote too, and adapters of peft on the slide encoder."""
     _extend(session, "-e", ".[test,slides]", "peft", "wsidata==0.12.0")
-    session.run("python", "-m", "pytest", "tests/hub/slides", "tests/cli/test_encode_slides.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/slides", "tests/cli/slides/test_encode_all.py", *session.posargs)
 
 
 @nox.session(requires=BASE)
@@ -335,7 +335,7 @@ def emulated(session: nox.Session) -> None:
     cuda = f"torch==={TORCH}"
     session.install(cuda, "numpy<2.4")
     session.install("-e", ".[test]", cuda, "numpy<2.4")
-    session.run("python", "-m", "benchmarks.flex_cubins")
+    session.run("python", "-m", "benchmarks.lab.flex_cubins")
     _pytest(session, "tests/backends/test_emulated.py", env={"FLEXDILATED_EMULATED": "1", "TRITON_INTERPRET": "1"})
 
 
@@ -343,14 +343,14 @@ def emulated(session: nox.Session) -> None:
 def cubins(session: nox.Session) -> None:
     """Compile the Triton kernels for GPUs that are not here; compare with what is kept (many minutes; `-- --levels 90`: fewer)."""
     _extend(session)
-    session.run("python", "-m", "benchmarks.cubins", *session.posargs)
+    session.run("python", "-m", "benchmarks.lab.cubins", *session.posargs)
 
 
 @nox.session(requires=BASE)
 def cutedsl(session: nox.Session) -> None:
     """Compile the kernels of flash-attn-4 that the engine takes, for GPUs that are not here (minutes; `-- --levels 90`: fewer)."""
     _extend(session, "-e", ".[test,flash]")
-    session.run("python", "-m", "benchmarks.cutedsl", *session.posargs)
+    session.run("python", "-m", "benchmarks.lab.cutedsl", *session.posargs)
 
 
 @nox.session(requires=BASE)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.core.call import ScoreMod
 from flexdilated.core.hardware import detect
-from flexdilated.core.reference import ScoreMod
 
 NUM_HEADS = 12
 HEAD_DIM = 64

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from benchmarks.environment import describe, save
 from flexdilated import DilatedPattern
-from flexdilated.hub.gigapath import LongNetViT
-from flexdilated.hub.slides import store
-from flexdilated.hub.slides.encode import Clock, EncodedSlide, encode_slides
+from flexdilated.slides import store
+from flexdilated.slides.encode import Clock, EncodedSlide, encode_slides
+from flexdilated.slides.gigapath import LongNetViT
 
 RESULTS = Path(__file__).parent / "results" / "slides.json"
 IN_CHANS, BUDGET = 1536, 4096

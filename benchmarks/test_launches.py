@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends import piece_loop
+from flexdilated.backends.dense import piece_loop
 from flexdilated.backends.kernel import Kernel, Options
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core import custom_op

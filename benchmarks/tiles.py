@@ -42,7 +42,7 @@ HEAD_DIMS = (64, 128, 256)
 WAYS = ("pointers", "device", "host", "sums")
 ONLY = {"host": "attend", "sums": "differentiate_keys"}  # the kernel that has this form
 SMALL = 512  # tokens of a call that compiles: sizes choose no other compilation
-# Of each kernel: what fits an H200 and spills little there (`python -m benchmarks.cubins --tiles ...`).
+# Of each kernel: what fits an H200 and spills little there (`python -m benchmarks.lab.cubins --tiles ...`).
 CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "attend": (
         (64, 64, 4, 2),
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(words)
     if not torch.cuda.is_available():
-        parser.error("tiles are timed on a CUDA device, torch sees none; `python -m benchmarks.cubins` compiles for absent ones")
+        parser.error("tiles are timed on a CUDA device, torch sees none; `benchmarks.lab.cubins` compiles for absent ones")
 
     pattern = PATTERN if options.segment is None else DilatedPattern((options.segment,), (1,))
     wanted = list(candidates(options))

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends import engines
-from flexdilated.core.call import Call
+from flexdilated.core.call import Call, MaskMod, ScoreMod
 from flexdilated.core.checks import LAYOUT, check, warn_of_losses
 from flexdilated.core.lse import share_beside
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.reference import MaskMod, ScoreMod
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

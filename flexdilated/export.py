@@ -6,7 +6,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.nn.functional import gelu
 
-from flexdilated.backends.portable import mixture
+from flexdilated.backends.autograd.portable import mixture
 from flexdilated.nn.padding import refuse_float_mask
 from flexdilated.nn.position import rotary_angles, xpos_decay
 

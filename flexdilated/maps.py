@@ -13,10 +13,11 @@ from flexdilated.core.branch import num_kept
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check_dtypes, check_tensors, refuse_shards_of_torch
 from flexdilated.core.functorch import is_transformed
-from flexdilated.core.hardware import outside_graphs, without_autocast
+from flexdilated.core.hardware import without_autocast
 from flexdilated.core.integers import as_integer
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.tracing import outside_graphs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import sdpa
+from flexdilated.backends.dense import sdpa
 from tests.cases import Case, calls, differentiate, poisoned_memory, run_engine, run_plain, run_reference
 from tests.tolerances import EXACT, HALF_LSE, SINGLE, assert_twice_naive
 

@@ -24,7 +24,7 @@ from flexdilated import (
 )
 from flexdilated.backends import Request, why_not
 from flexdilated.core.hardware import detect
-from flexdilated.hub.slide_encoder import LongNetViT
+from flexdilated.slides.model import LongNetViT
 from tests.tolerances import SINGLE
 
 # What the compiler warns about differs by version and device (TF32 among it) and is not what is tested: shown, no failure.

@@ -24,7 +24,8 @@ from flexdilated import (
     dilated_attention,
     masks,
 )
-from flexdilated.core.hardware import Hardware, detect, holds_values
+from flexdilated.core.hardware import Hardware, detect
+from flexdilated.core.tracing import holds_values
 
 PATTERN = DilatedPattern((5, 13), (1, 3))
 VOCAB, WIDTH, HEADS = 29, 24, 4

@@ -12,8 +12,8 @@ from flexdilated import DilatedPattern, dilated_attention
 
 SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "matplotlib", "triton")
 NO_PICTURES = "error: matplotlib must be installed for pictures, got none; pip install 'flexdilated[plot]'"
-MODELS = ("encoder", "gigapath", "slide_encoder", "torchscale", "transformers")
-OTHERS = ("flexdilated.compat", *(f"flexdilated.hub.{name}" for name in MODELS))
+MODELS = ("encoder", "torchscale", "transformers")
+OTHERS = ("flexdilated.compat", "flexdilated.slides", *(f"flexdilated.hub.{name}" for name in MODELS))
 
 
 def run(program: str) -> str:

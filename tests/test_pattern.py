@@ -70,13 +70,6 @@ def test_pattern_equals_its_copies_and_has_a_small_picture(pattern: DilatedPatte
         assert len(picture) < 12_000
 
 
-def test_a_pickle_made_under_the_earlier_path_loads() -> None:
-    pattern = DilatedPattern.longnet()
-    pickled = pickle.dumps(pattern, protocol=0)
-    assert b"flexdilated.core.pattern" in pickled
-    assert pickle.loads(pickled.replace(b"flexdilated.core.pattern", b"flexdilated.pattern")) == pattern
-
-
 @pytest.mark.parametrize("module", [flexdilated.core.pattern, boundaries, branch, integers, pattern_svg])
 def test_pattern_module_and_what_it_imports_import_the_standard_library_only(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())

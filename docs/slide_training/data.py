@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.hub.slides import Reading, SlideError, list_slides
+from flexdilated.slides import Reading, SlideError, list_slides
 
 IN_CHANS = 16
 TILE = 256

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from docs.slide_training.data import Pack, Slide, add_folder, make_slides, packs, read_slides, reading_of, split
-from flexdilated.hub.gigapath import LongNetViT, create_model
+from flexdilated.slides.gigapath import LongNetViT, create_model
 
 Tune = Literal["head", "lora", "all"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from docs.slide_training.data import Pack, Slide, add_folder, make_smooth_slides, packs, read_slides, reading_of
-from flexdilated.hub.gigapath import LongNetViT, create_model
+from flexdilated.slides.gigapath import LongNetViT, create_model
 
 
 class MaskedTiles(nn.Module):

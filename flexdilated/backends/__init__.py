@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from flexdilated.backends import flash, sdpa
 from flexdilated.backends.crossovers import prefer, unproven
+from flexdilated.backends.dense import flash, sdpa
+from flexdilated.backends.dense.math import operations_why_not
 from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.kernel import Kernel
-from flexdilated.backends.math import operations_why_not
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core.request import Request as Request
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexdilated.backends import choose, fused_op, modified_scores, portable
+from flexdilated import reference
+from flexdilated.backends import choose
+from flexdilated.backends.autograd import functions, portable
+from flexdilated.backends.dense import fused_op
 from flexdilated.backends.flex import engine as flex
-from flexdilated.core import reference, shifted
+from flexdilated.core import shifted
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.functorch import is_differentiated, is_mapped
+from flexdilated.core.tracing import writes_onnx
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -19,15 +23,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     asked, call = call.backend, call._replace(backend=choose(call.backend, request, divided=divided))
     if call.backend == "reference":
         return _reference(q, k, v, call)
-    if call.pattern.zero_padding and not portable.writes_onnx() and shifted.is_shifted(q.shape[1], call):
+    if call.pattern.zero_padding and not writes_onnx() and shifted.is_shifted(q.shape[1], call):
         return shifted.attend(q, k, v, call._replace(backend=asked), attend)
     if call.backend == "flex" and asked == "auto" and call.is_modified():
         return _functions(q, k, v, call)
-    if call.backend == "flex" and not portable.writes_onnx():
+    if call.backend == "flex" and not writes_onnx():
         return flex.attend(q, k, v, call)
     if call.is_modified() or (request.transformed and not traced and not _is_by_sample(q, k, v, call)):
-        return modified_scores.attend(q, k, v, call)
-    return portable.attend(q, k, v, call) if portable.writes_onnx() else fused_op.attend(q, k, v, call)
+        return functions.attend(q, k, v, call)
+    return portable.attend(q, k, v, call) if writes_onnx() else fused_op.attend(q, k, v, call)
 
 
 def _is_by_sample(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
@@ -38,13 +42,13 @@ def _is_by_sample(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
 def _functions(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """Run users' functions by flex if it can compile them; only trying it shows whether it can."""
     planned = call.cu_seqlens is not None and torch.compiler.is_compiling()  # by values that a graph has not
-    if not planned and not portable.writes_onnx():
+    if not planned and not writes_onnx():
         try:
             return flex.attend(q, k, v, call)
         except NotImplementedError:
             if torch.compiler.is_compiling():
                 raise
-    return modified_scores.attend(q, k, v, call)
+    return functions.attend(q, k, v, call)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.core.hardware import answers_while_traced
 from flexdilated.core.pieces import Piece
 from flexdilated.core.request import Request
+from flexdilated.core.tracing import answers_while_traced
 
 # Kernels hold the scale in float32: what is smaller may be 0 to them. Those for GPUs do so in base 2, where what is larger may be
 # infinite.

@@ -10,8 +10,10 @@ from typing import Annotated
 import typer
 
 from flexdilated._version import __version__
-from flexdilated.cli import choose, doctor, encode_slide, encode_slides, generate, map_slide, plan, show, train
+from flexdilated.cli import choose, doctor, generate, plan, show, train
 from flexdilated.cli.refusal import Command, Group
+from flexdilated.cli.slides import encode, encode_all
+from flexdilated.cli.slides import map as map_slide
 from flexdilated.training.distributed import is_rank, leave
 
 app = typer.Typer(
@@ -21,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_slides = (encode_slide.encode_slide, encode_slides.encode_slides, map_slide.map_slide)
+_slides = (encode.encode_slide, encode_all.encode_slides, map_slide.map_slide)
 for _command in (show.show, doctor.doctor, *_slides, plan.plan, choose.choose, train.train, generate.generate):
     app.command(cls=Command)(_command)
 

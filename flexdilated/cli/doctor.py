@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated._version import __version__
-from flexdilated.backends import Request, choose, flash, why_not
+from flexdilated.backends import Request, choose, why_not
 from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, PROVEN, device_class, is_measured, unproven
+from flexdilated.backends.dense import flash
 from flexdilated.cli.options import DTYPES, device_named, spelled
 from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
 from flexdilated.core.hardware import Hardware, detect, recommended_dtype

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flexdilated import reference
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS, Request, why_not
-from flexdilated.backends.sdpa import KERNELS
+from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.cli.options import DTYPES, spelled
 from flexdilated.cli.refusal import first_line
-from flexdilated.core import reference
 from flexdilated.core.hardware import Hardware
 from flexdilated.core.pattern import DilatedPattern
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,14 +12,17 @@ from torch import Tensor
 
 from flexdilated.core.custom_op import Flat
 from flexdilated.core.functorch import is_mapped, is_transformed
-from flexdilated.core.hardware import holds_values, is_symbolic
 from flexdilated.core.pattern import DilatedPattern, encode
-from flexdilated.core.pieces import uncached
-from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.core.request import Request
+from flexdilated.core.tracing import holds_values, is_symbolic, uncached
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+#: FlexAttention's score function, from `(score, b, h, q_idx, kv_idx)` to the score.
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+#: FlexAttention's mask function, from `(b, h, q_idx, kv_idx)` to whether the query sees the key.
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 EXCHANGES = ("auto", "gather", "ring", "heads")
 

@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexdilated.core.call import EXCHANGES, Call
+from flexdilated.core.call import EXCHANGES, Call, MaskMod, ScoreMod
 from flexdilated.core.hardware import autocast_dtype
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.reference import MaskMod, ScoreMod
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Where torch keeps its own context parallelism: in 2.11 and newer, and before.

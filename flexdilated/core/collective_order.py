@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from flexdilated.core.hardware import answers_while_traced
-
 OVER_RANKS = (torch.Tag.cudagraph_unsafe,)  # other ranks replay CUDA graphs of their own
 
 _unordered: list[Any] = []
@@ -21,37 +19,6 @@ _last: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of a graph that is l
 def unknown(device: torch.device) -> Tensor:
     """The inputs of a call over ranks as values unknown to the compiler, so that it neither runs nor merges calls while tracing."""
     return torch.empty(0, device=device)
-
-
-def refuse_regions() -> None:
-    """Reject calls over ranks inside of `torch.compiler.nested_compile_region`, while a compiler traces.
-
-    Inductor does not order what a region calls and what is around it, and leaves out a region without a result.
-
-    Raises:
-        NotImplementedError: If a region is traced.
-    """
-    if torch.compiler.is_compiling() and _is_in_region():
-        raise NotImplementedError(
-            "torch.compiler.nested_compile_region must hold no call over several ranks, got one: inductor does not keep the order "
-            "of its calls; compile the layers one by one instead, or the whole model without regions"
-        )
-
-
-@answers_while_traced
-def _is_in_region() -> bool:
-    """Whether dynamo traces a region. torch has no public way to ask."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import, and here already
-
-    try:
-        scope: Any = InstructionTranslator.current_tx().output.current_tracer
-    except AttributeError:  # another tracer
-        return False
-    while scope is not None:
-        if str(getattr(scope, "source_target", None)) == "invoke_subgraph":
-            return True
-        scope = scope.parent
-    return False
 
 
 def keep_order(declared: Any) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pattern import DilatedPattern, decode
-from flexdilated.core.pieces import uncached
+from flexdilated.core.tracing import uncached
 
 GRADIENT_MESSAGE = (
     "dilated_attention must not be differentiated twice, got a derivative of its own derivative: the fused attention kernels have "

@@ -18,11 +18,8 @@ from torch._C._functorch import (
     is_gradtrackingtensor,
     peek_interpreter_stack,
 )
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
-
-from flexdilated.core.hardware import TRACES_FUNCTIONS
 
 Made = TypeVar("Made", bound=Callable[..., object])
 
@@ -69,27 +66,6 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
     if torch._C._are_functorch_transforms_active():
         return any(x is not None and _is_wrapped(x, is_gradtrackingtensor) for x in tensors)
     return is_transformed(*tensors)
-
-
-def refuse_traced_derivatives(*, of_operators: bool = True) -> None:
-    """Reject tracing under torch.func, except one `vmap`: the compiler would differentiate wrongly or not at all.
-
-    Args:
-        of_operators: Whether the call is an operator, into which the compiler takes no derivative; else what autograd sees through.
-
-    Raises:
-        NotImplementedError: In such code. Where the compiler may, it then leaves that code uncompiled.
-    """
-    if not (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
-        return
-    if not of_operators and TRACES_FUNCTIONS:
-        return
-    innermost = retrieve_current_functorch_interpreter()
-    if innermost.key() != TransformType.Vmap or innermost.level() > 1:
-        raise NotImplementedError(
-            "dilated_attention must not be compiled under torch.func.grad, vjp, jacrev or nested transforms, got a call traced "
-            "inside one: leave fullgraph=True out, use torch.autograd, or use backend='reference'"
-        )
 
 
 def in_no_mode(make: Made) -> Made:

@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.torch_version import TorchVersion
-
-# Whether the compiler takes an operator whose output has a size that only its inputs' data tell.
-TRACES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.11"
-
-# Whether what it makes of torch.func and of functions' defaults is right: that of 2.9 gives wrong numbers and says nothing, those
-# between have not been looked at.
-TRACES_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
-
 
 # Whether torch was built for AMD's GPUs, which call themselves CUDA too.
 ON_ROCM = torch.version.hip is not None
 
 AUTOCAST = frozenset(name for name in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(name))
-
-
-Answer = TypeVar("Answer", bound=Callable[..., object])
-
-
-def answers_while_traced(function: Answer) -> Answer:
-    """Mark a function that runs while a compiler traces, and whose answer is a constant of the graph.
-
-    As `torch.compiler.assume_constant_result` does; that loads dynamo, in seconds.
-    """
-    vars(function)["_dynamo_marked_constant"] = True
-    return function
-
-
-def outside_graphs(reason: str) -> Callable[[Answer], Answer]:
-    """Let a compiler break its graph at calls of a function, or fail for this reason under `fullgraph=True`.
-
-    As `torch.compiler.disable(reason=...)` does; that loads dynamo, in seconds.
-    """
-
-    def mark(function: Answer) -> Answer:
-        @wraps(function)
-        def uncompiled(*args: Any, **kwargs: Any) -> object:
-            return torch.compiler.disable(function)(*args, **kwargs)
-
-        vars(uncompiled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
-        return uncompiled  # type: ignore[return-value]
-
-    return mark
 
 
 @dataclass(frozen=True)
@@ -119,25 +76,6 @@ def recommended_dtype(hardware: Hardware) -> torch.dtype:
     if hardware.capability is not None and hardware.capability >= (7, 0):
         return torch.float16
     return torch.float32
-
-
-def holds_values(x: Tensor) -> bool:
-    """Whether the elements of a tensor can be read: it is neither on the meta device nor fake.
-
-    What dynamo traces has values when it runs, and `is_fake` cannot be traced.
-    """
-    return not x.is_meta and (torch.compiler.is_dynamo_compiling() or not is_fake(x))
-
-
-def is_symbolic(size: int) -> bool:
-    """Whether a size is a symbol, in compiled or exported code that is to hold for several.
-
-    Ask after `torch.compiler.is_compiling()`, in the function that acts on the answer: where the compiler leaves that function out,
-    it still compiles this one, and every number that changes is a symbol to it.
-    """
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # not loaded with the package
-
-    return not has_static_value(size)
 
 
 def autocast_dtype(device: torch.device | str) -> torch.dtype | None:

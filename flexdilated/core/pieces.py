@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from flexdilated.core.bounded_cache import DOCUMENT, PIECE, recent
 from flexdilated.core.branch import HeadRun, Kept, ceil_div
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.tracing import uncached
 
 
 class Piece(NamedTuple):
@@ -112,11 +113,6 @@ def arrange(documents: Documents, device: torch.device) -> tuple[Documents, Orde
     start = length.cumsum(0) - length
     tokens = torch.arange(num_tokens, device="cpu") + (first - start).repeat_interleave(length)
     return tuple(zip(start.tolist(), length.tolist())), Order(tokens.to(device), tokens.argsort().to(device))
-
-
-def uncached(function: Any) -> Any:
-    """A cached function as the compiler may trace it: without its cache, which it warns about."""
-    return function.__wrapped__ if torch.compiler.is_compiling() else function
 
 
 def shifted_branches(pattern: DilatedPattern, num_tokens: int) -> tuple[int, ...]:

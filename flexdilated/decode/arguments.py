@@ -10,9 +10,9 @@ from torch import Tensor
 from flexdilated.backends import BACKENDS
 from flexdilated.core.checks import DTYPES, check_dense
 from flexdilated.core.functorch import is_transformed
-from flexdilated.core.hardware import holds_values
 from flexdilated.core.integers import as_integer, at_least_one
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.tracing import holds_values
 
 
 class Sizes(NamedTuple):

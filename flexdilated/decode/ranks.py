@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.attention import attend
 from flexdilated.core.call import EXCHANGES, Call
 from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
-from flexdilated.core.hardware import holds_values
+from flexdilated.core.tracing import holds_values
 from flexdilated.decode.store import Store
 from flexdilated.decode.tokens import Tokens
 from flexdilated.distributed.consistency import Fields, compare, one_call

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.backends.sdpa import attend_masked
+from flexdilated.backends.dense.sdpa import attend_masked
 from flexdilated.core.branch import Kept, num_kept
 from flexdilated.core.call import Call
 from flexdilated.core.lse import share_beside

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.hardware import holds_values
+from flexdilated.core.tracing import holds_values
 
 # Tokens attended at once where a chunk begins behind stored keys: its mask has as many rows, and a column per stored row.
 BLOCK = 128

@@ -16,10 +16,11 @@ from flexdilated.backends.engines import attend as attend_whole
 from flexdilated.backends.kernel import draw_seed
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check, refuse_shards_of_torch
-from flexdilated.core.collective_order import refuse_regions, unknown
+from flexdilated.core.collective_order import unknown
 from flexdilated.core.custom_op import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.core.functorch import is_transformed
-from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, outside_graphs, without_autocast
+from flexdilated.core.hardware import without_autocast
+from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, outside_graphs, refuse_regions
 from flexdilated.distributed.consistency import compare, miss_call, one_call
 from flexdilated.distributed.mesh import group_of, process_group
 from flexdilated.distributed.planner.plan import ContextPlan

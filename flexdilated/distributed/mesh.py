@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.core.hardware import answers_while_traced
+from flexdilated.core.tracing import answers_while_traced
 
 
 @answers_while_traced  # it reads the tensor of ranks, which does not trace; dynamo guards on the mesh itself

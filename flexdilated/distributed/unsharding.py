@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flexdilated.core.checks import refuse_shards_of_torch
-from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels, refuse_regions, unknown
+from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels, unknown
 from flexdilated.core.functorch import is_transformed
+from flexdilated.core.tracing import refuse_regions
 from flexdilated.distributed.consistency import Fields, compare, one_call
 from flexdilated.distributed.mesh import group_of, process_group
 from flexdilated.distributed.runtime.transport import explained

@@ -45,7 +45,7 @@ def draw_attention_map(
     2
 
     Dark to light is small to large (cividis); a weight of exactly 0 is light blue. With more than 4,096 tokens a cell is the sum of
-    several neighbours, and a note says so. For tiles of a slide use `flexdilated.draw.slide.draw_slide_map`.
+    several neighbours, and a note says so. For tiles of a slide use `flexdilated.slides.picture.draw_slide_map`.
 
     Args:
         weights: `(N,)`, or `(P, N)` for P panels on one scale: one non-negative number per token, without class tokens

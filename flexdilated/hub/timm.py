@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flexdilated.attention import dilated_attention
-from flexdilated.core.hardware import holds_values
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.tracing import holds_values
 from flexdilated.hub.swap import check_unhooked
 from flexdilated.ordering import Order
 

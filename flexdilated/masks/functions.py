@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.branch import Kept
+from flexdilated.core.call import MaskMod, ScoreMod
 from flexdilated.core.checks import check_losses
 from flexdilated.core.integers import is_integer
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import plan_pieces, shifted_branches, uncached
-from flexdilated.core.reference import MaskMod, ScoreMod
+from flexdilated.core.pieces import plan_pieces, shifted_branches
+from flexdilated.core.tracing import uncached
 
 
 def dilated_mask_mod(

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
-from flexdilated.core.call import EXCHANGES
+from flexdilated.core.call import EXCHANGES, MaskMod, ScoreMod
 from flexdilated.core.checks import check_dense, check_losses, check_options
 from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.mesh import group_of, one_of_equal
 from flexdilated.distributed.sharding import replicated_like

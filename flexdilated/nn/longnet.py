@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.core.files import sync
-from flexdilated.core.hardware import autocast_dtype, holds_values
+from flexdilated.core.hardware import autocast_dtype
 from flexdilated.core.integers import as_integer
+from flexdilated.core.tracing import holds_values
 from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.ranks import draw_alike
 from flexdilated.distributed.mesh import one_of_equal

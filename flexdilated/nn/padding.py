@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from flexdilated.backends.portable import writes_onnx
+from flexdilated.core.tracing import writes_onnx
 
 
 def ignored_keys(mask: Tensor | None) -> Tensor | None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexdilated.backends.portable import writes_onnx
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.tracing import writes_onnx
 from flexdilated.distributed.sharding import replicated_like
 
 # Leaves room for queries and keys of up to 160 in float16, whose largest number is 65504.

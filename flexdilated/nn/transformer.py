@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from flexdilated.backends.portable import writes_onnx
+from flexdilated.core.tracing import writes_onnx
 from flexdilated.decode import DilatedKVCache
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.initial_weights import set_initial_weights

@@ -13,10 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import environment
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
-from flexdilated.backends import BACKENDS, Request, choose_kernel, crossovers, engines, sdpa
+from flexdilated.backends import BACKENDS, Request, choose_kernel, crossovers, engines
 from flexdilated.backends.crossovers import DEFAULT
+from flexdilated.backends.dense import sdpa
+from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.kernel import Dropout, Kernel, Options
-from flexdilated.backends.sdpa import KERNELS
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core.lse import for_backward
 from tests.cases import Case, run_engine, run_reference
@@ -303,7 +304,7 @@ def test_sdpa_kernel_switches_kernels_off() -> None:
 def test_math_equals_cpu_flash_and_the_reference_in_chunks(
     math_scores: int, is_causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexdilated.backends.math.SCORES", math_scores)
+    monkeypatch.setattr("flexdilated.backends.dense.math.SCORES", math_scores)
     case = Case(PATTERN, batch=2, kv_heads=2, group=3, is_causal=is_causal, ignored=0.4 if masked else None)
     expected = run_reference(case)
     results = []

@@ -17,8 +17,9 @@ from torch.torch_version import TorchVersion
 
 import flexdilated.core.request
 from flexdilated import DilatedPattern, backends, dilated_attention
-from flexdilated.backends import BACKENDS, Request, choose_kernel, flash, flash_kernels, piece_loop
+from flexdilated.backends import BACKENDS, Request, choose_kernel
 from flexdilated.backends.crossovers import DEFAULT
+from flexdilated.backends.dense import flash, flash_kernels, piece_loop
 from flexdilated.backends.kernel import Options
 from flexdilated.core.hardware import detect
 from tests.cases import Case, differentiate, run_engine, run_plain, run_reference

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import piece_loop
+from flexdilated.backends.dense import piece_loop
 from flexdilated.core.pattern import encode
 from tests.cases import Case, differentiate
 from tests.distributed.processes import run_ranks

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import Request, choose_kernel
-from flexdilated.backends.sdpa import KERNELS
+from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.core.hardware import detect
 from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
 from tests.tolerances import EXACT, SINGLE, assert_twice_naive

@@ -7,7 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import Request, choose_kernel, sdpa
+from flexdilated.backends import Request, choose_kernel
+from flexdilated.backends.dense import sdpa
 from flexdilated.backends.kernel import Options
 from flexdilated.core.hardware import SLOW_ON_CPU, detect, recommended_dtype
 from tests.cases import Case, dense_attention

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated import DilatedPattern
-from flexdilated.backends import piece_loop, sdpa
+from flexdilated.backends.dense import piece_loop, sdpa
+from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.kernel import Kernel, Options
-from flexdilated.backends.sdpa import KERNELS
 from tests.cases import Case, run_engine, run_reference
 
 KERNEL = {kernel.name: kernel for kernel in KERNELS}

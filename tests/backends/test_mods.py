@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
+import flexdilated.backends.autograd.functions
 import flexdilated.backends.flex.engine
-import flexdilated.backends.modified_scores
 from flexdilated import DilatedAttention, DilatedPattern, dilated_attention, reference
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.call import Call
-from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
+from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
 from tests.backends import flex_emulation
 from tests.cases import Case, calls, run_reference
 from tests.tolerances import EXACT, SINGLE
@@ -99,7 +99,7 @@ def assert_as_the_oracle(case: Case, mods: Mods, attend: Callable[..., tuple[Ten
 def at_most(scores: int) -> Iterator[None]:
     """The sdpa engine holds so many scores at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flexdilated.backends.modified_scores, "SCORES", scores)
+        patch.setattr(flexdilated.backends.autograd.functions, "SCORES", scores)
         yield
 
 
@@ -373,7 +373,7 @@ def test_a_second_graph_serves_every_other_length() -> None:
 def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 64 tokens in one part, and up to 512 in 4."""
     limit = 30000
-    monkeypatch.setattr(flexdilated.backends.modified_scores, "SCORES", limit)
+    monkeypatch.setattr(flexdilated.backends.autograd.functions, "SCORES", limit)
     pattern, held, counts = DilatedPattern((100,), (2,)), [], []
 
     def inspect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -395,7 +395,7 @@ def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.M
     assert counts == [3, 6]  # two more than the parts: the checks of the function
     for n in (43, 91, 300):
         x = torch.randn(2, n, 4, 3)
-        flexdilated.backends.modified_scores._padded(x, x, x, Call(pattern, scale=1.0, score_mod=score_mod))
+        flexdilated.backends.autograd.functions._padded(x, x, x, Call(pattern, scale=1.0, score_mod=score_mod))
     assert limit // 2 < max(held) <= limit
 
 
@@ -471,7 +471,7 @@ def test_code_compiled_in_part_asks_for_no_grid(monkeypatch: pytest.MonkeyPatch)
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
-    return flexdilated.backends.modified_scores._padded(q, k, v, Call(pattern, scale=0.3)._replace(**options))
+    return flexdilated.backends.autograd.functions._padded(q, k, v, Call(pattern, scale=0.3)._replace(**options))
 
 
 @pytest.mark.parametrize("far", [-1e9, torch.finfo(torch.float32).min, 1e9])

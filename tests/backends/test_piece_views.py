@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends import piece_loop
+from flexdilated.backends.dense import piece_loop
+from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import Kernel, Options
-from flexdilated.backends.math import MATH
 from flexdilated.backends.triton import engine
 from flexdilated.core.lse import merge_
 from tests.backends import interpreter

@@ -11,7 +11,7 @@ from hypothesis import given, reject, settings
 from torch import Tensor
 
 from flexdilated import DilatedPattern, reference
-from flexdilated.backends.portable import attend
+from flexdilated.backends.autograd.portable import attend
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check
 from tests.cases import Case, calls

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import flexdilated.backends.modified_scores
+import flexdilated.backends.autograd.functions
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
+from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((7, 20, 41), (1, 2, 5))
@@ -148,7 +148,7 @@ def several_results(of: Any) -> Tensor:
 def test_gradients_are_those_of_the_functions_as_the_forward_called_them(
     model: Callable[[Any], Tensor], scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flexdilated.backends.modified_scores, "SCORES", scores)
+    monkeypatch.setattr(flexdilated.backends.autograd.functions, "SCORES", scores)
     ours = model(lambda *args, **options: dilated_attention(*args, return_lse=True, **options))
     definition = model(reference.dilated_attention)
     torch.testing.assert_close(ours, definition, **EXACT)

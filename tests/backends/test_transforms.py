@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedKVCache, DilatedPattern, attention_map, dilated_attention, reference
 from flexdilated.backends.flex import rows
-from flexdilated.core.hardware import TRACES_FUNCTIONS
+from flexdilated.core.tracing import TRACES_FUNCTIONS
 from flexdilated.distributed.planner.plan import context_plan
 from flexdilated.distributed.runtime.schedule import schedule
 from flexdilated.masks import block_mask
@@ -156,7 +156,7 @@ def test_tangents_in_chunks_and_in_float32(monkeypatch: pytest.MonkeyPatch) -> N
     case = Case(PATTERN, batch=2, group=2, ignored=0.3)
     given, tangents = tensors_and_tangents(case)
     expected = jvp(definition(case), given, tangents)
-    monkeypatch.setattr("flexdilated.backends.math.SCORES", 500)
+    monkeypatch.setattr("flexdilated.backends.dense.math.SCORES", 500)
     with torch.autocast("cpu", torch.bfloat16):  # float64 is left alone
         assert_close(jvp(attend(case), given, tangents), expected)
     single = jvp(attend(case), tuple(x.float() for x in given), tuple(x.float() for x in tangents))

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
 from flexdilated.attention import attend
 from flexdilated.backends import Request
+from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import Options
-from flexdilated.backends.math import MATH
 from flexdilated.backends.triton import engine
 from flexdilated.backends.triton.groups import Group
 from flexdilated.backends.triton.tiles import Tiles

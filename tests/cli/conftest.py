@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexdilated.hub.gigapath import ARCHITECTURES, Architecture, create_model
-from tests.hub.slides.tools import DEPTH, EMBED, IN_CHANS, SIZES
+from flexdilated.slides.gigapath import ARCHITECTURES, Architecture, create_model
+from tests.slides.tools import DEPTH, EMBED, IN_CHANS, SIZES
 
 
 @pytest.fixture

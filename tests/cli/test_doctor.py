@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from flexdilated.backends import BACKENDS, crossovers, flash
-from flexdilated.backends.sdpa import KERNELS
+from flexdilated.backends import BACKENDS, crossovers
+from flexdilated.backends.dense import flash
+from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.cli import doctor, selfcheck
 from flexdilated.cli.options import DTYPES

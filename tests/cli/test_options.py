@@ -15,8 +15,9 @@ from typer.models import OptionInfo
 
 from flexdilated import DilatedPattern
 from flexdilated.analysis import strategies
-from flexdilated.cli import app, doctor, encode_slide, generate, plan, show, train
+from flexdilated.cli import app, doctor, generate, plan, show, train
 from flexdilated.cli.options import device_named
+from flexdilated.cli.slides import encode
 from flexdilated.training import checkpoint, corpus, distributed, trainer
 from tests.commands import invoke
 
@@ -71,7 +72,7 @@ def test_one_thing_has_one_spelling_type_and_default() -> None:
 MODULES: dict[str, list[ModuleType]] = {
     "show": [show],
     "plan": [plan, strategies],
-    "encode-slide": [encode_slide],
+    "encode-slide": [encode],
     "doctor": [doctor],
     "train": [train, checkpoint, corpus, distributed, trainer],
     "generate": [generate],

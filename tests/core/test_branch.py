@@ -25,8 +25,8 @@ from flexdilated import (
     draw_pattern,
     reference,
 )
-from flexdilated.backends import portable
-from flexdilated.backends.grids import draw_grids
+from flexdilated.backends.autograd import portable
+from flexdilated.backends.autograd.grids import draw_grids
 from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call
 from flexdilated.core.pattern import decode, encode

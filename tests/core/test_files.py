@@ -84,9 +84,9 @@ def write_model(folder: Path, value: int) -> None:
 
 def write_slides(folder: Path, value: int) -> None:
     h5py = pytest.importorskip("h5py")
-    from flexdilated.hub.slides import store
-    from flexdilated.hub.slides.encode import EncodedSlide
-    from flexdilated.hub.slides.source import Source
+    from flexdilated.slides import store
+    from flexdilated.slides.encode import EncodedSlide
+    from flexdilated.slides.source import Source
 
     source = Source("a.h5", 2, 3, "digest")
     slide = EncodedSlide("a", Path("a.h5"), torch.full((7,), float(value)), torch.zeros(1, 2, dtype=torch.int64), source)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import flexdilated
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention
 from flexdilated.core import collective_order
-from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
+from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
 from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
 from flexdilated.distributed.mesh import one_of_equal
 from flexdilated.distributed.planner import cost_model

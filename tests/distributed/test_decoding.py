@@ -258,7 +258,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype: torch.
 
 def test_without_the_fused_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on other devices than a CPU."""
-    monkeypatch.setattr("flexdilated.backends.sdpa.disabled", lambda flag: "it is switched off")
+    monkeypatch.setattr("flexdilated.backends.dense.sdpa.disabled", lambda flag: "it is switched off")
     inputs = draw()
 
     def work(make: Callable[..., DilatedKVCache]) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import flexdilated.backends.modified_scores
+import flexdilated.backends.autograd.functions
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.flex import kernel as flex
@@ -171,7 +171,7 @@ def test_flex_over_ranks_adds_zero_keys(emulated: pytest.MonkeyPatch, exchange: 
 
 @pytest.mark.parametrize("scores", [1, 40, 700])
 def test_scores_are_bounded_in_tasks_too(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexdilated.backends.modified_scores, "SCORES", scores)
+    monkeypatch.setattr(flexdilated.backends.autograd.functions, "SCORES", scores)
     check(cut(3, ignored=0.3, is_causal=True), Mods("table", "thirds"), "gather")
 
 

@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
 from flexdilated.core.pieces import Piece
-from flexdilated.core.reference import _rows
 from flexdilated.distributed.planner import cost_model, message_rows, row_counts
 from flexdilated.distributed.planner import plan as planning
 from flexdilated.distributed.planner.message_rows import Message
@@ -25,6 +24,7 @@ from flexdilated.distributed.planner.plan import EXCHANGES, KINDS, ContextPlan, 
 from flexdilated.distributed.planner.tasks import Task, local_pieces, tasks_of
 from flexdilated.distributed.runtime.row_index import RowIndex
 from flexdilated.distributed.runtime.schedule import Schedule, schedule
+from flexdilated.reference import _rows
 from tests.cases import least_heads, unshifted
 from tests.distributed.cases import executors, traffic
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexdilated import DilatedPattern
 from flexdilated.distributed import even_shard_lengths, shard_sequence
-from flexdilated.hub.gigapath import LongNetViT, create_model
+from flexdilated.slides.gigapath import LongNetViT, create_model
 from tests.distributed.processes import Ranks, one_size
-from tests.hub.test_slide_encoder import draw_slides, encoder_model
+from tests.slides.test_model import draw_slides, encoder_model
 from tests.tolerances import EXACT, SINGLE
 
 # GigaPath's rates and rules, in segments that are multiples of them: ranks do not compute shifted positions.

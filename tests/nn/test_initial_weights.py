@@ -14,7 +14,6 @@ from torch import nn
 
 from flexdilated import DilatedPattern, compat
 from flexdilated.hub.encoder import LongNetEncoder
-from flexdilated.hub.gigapath import LongNetViT
 from flexdilated.nn import (
     Block,
     CrossAttention,
@@ -28,6 +27,7 @@ from flexdilated.nn import (
     Rotary,
     XPos,
 )
+from flexdilated.slides.gigapath import LongNetViT
 
 PATTERN = DilatedPattern((5, 13), (1, 3))
 WIDTH, HEADS, GAMMA = 92, 2, 1.7

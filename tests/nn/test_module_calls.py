@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from flexdilated import DilatedPattern, LongNet, LongNetConfig, LongNetLM, MultiheadDilatedAttention, convert, reference
 from flexdilated.compat import RingMultiheadDilatedAttention
 from flexdilated.hub.encoder import LongNetEncoder
-from flexdilated.hub.gigapath import LongNetViT
+from flexdilated.slides.gigapath import LongNetViT
 from tests.tolerances import EXACT, SINGLE
 
 BATCH, TOKENS, HEADS, EMBED = 2, 23, 6, 12

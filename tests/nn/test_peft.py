@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, convert
-from flexdilated.hub.gigapath import LongNetViT
 from flexdilated.hub.torchscale import replace_attention
+from flexdilated.slides.gigapath import LongNetViT
 from tests.hub import test_torchscale as torchscale
 from tests.tolerances import EXACT
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention
-from flexdilated.hub.gigapath import LongNetViT
+from flexdilated.slides.gigapath import LongNetViT
 from tests.commands import invoke
 
 SEED = 105

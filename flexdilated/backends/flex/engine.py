@@ -14,16 +14,16 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexdilated.backends.combine import heads_of, mix, read, tokens_of
+from flexdilated.backends.autograd.combine import heads_of, mix, read, tokens_of
 from flexdilated.backends.flex import kernel
 from flexdilated.backends.flex.cost import Layout, Shape, choose_layout, mergeable
 from flexdilated.backends.kernel import GRID_LIMIT
-from flexdilated.core.call import Call, documents, refuse_compiled_borders
+from flexdilated.core.call import Call, ScoreMod, documents, refuse_compiled_borders
 from flexdilated.core.checks import refuse_zero_keys
-from flexdilated.core.hardware import TRACES_FUNCTIONS, without_autocast
+from flexdilated.core.hardware import without_autocast
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import Piece, plan_pieces, uncached
-from flexdilated.core.reference import ScoreMod
+from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.tracing import TRACES_FUNCTIONS, uncached
 from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.functions import mask_mod_of, score_mod_of
 

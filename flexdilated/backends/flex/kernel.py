@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from flexdilated.backends.flex.tiles import tiles_of
 from flexdilated.backends.kernel import GRID_LIMIT
+from flexdilated.core.call import ScoreMod
 from flexdilated.core.hardware import detect
-from flexdilated.core.reference import ScoreMod
 from flexdilated.core.request import Request
 
 TORCH = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])

@@ -1,7 +1,7 @@
 """Tiles for FlexAttention where those that torch takes by itself spill: by level of CUDA, head dim and size of an element.
 
-By what the compiler makes of the kernels that inductor prints (`python -m benchmarks.flex_cubins`), not by a GPU's word. Torch's
-own choice stays where it spills no more than some tens of stores.
+By what the compiler makes of the kernels that inductor prints (`python -m benchmarks.lab.flex_cubins`), not by a GPU's word.
+Torch's own choice stays where it spills no more than some tens of stores.
 """
 
 from __future__ import annotations

@@ -7,14 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexdilated.backends.piece_loop import backward
+from flexdilated.backends.dense.piece_loop import backward
 from flexdilated.distributed.runtime.buffers import Gradients
-from flexdilated.distributed.runtime.messages import (
-    exchange_queries,
-    return_key_gradients,
-    return_query_gradients,
-    view_bits,
-)
+from flexdilated.distributed.runtime.messages import exchange_queries, return_key_gradients, return_query_gradients, view_bits
 from flexdilated.distributed.runtime.ring import sources
 from flexdilated.distributed.runtime.task_attention import OutputGradients, TaskAttention
 from flexdilated.distributed.runtime.transport import Transport

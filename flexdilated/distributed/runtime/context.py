@@ -11,8 +11,8 @@ from flexdilated._version import __version__
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.call import documents
 from flexdilated.core.custom_op import Flat, Inputs
-from flexdilated.core.hardware import answers_while_traced
 from flexdilated.core.lse import accumulated
+from flexdilated.core.tracing import answers_while_traced
 from flexdilated.distributed.consistency import Fields, shown
 from flexdilated.distributed.mesh import process_group
 from flexdilated.distributed.planner import cost_model

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexdilated.backends.piece_loop import forward
+from flexdilated.backends.dense.piece_loop import forward
 from flexdilated.core.lse import merge_
 from flexdilated.distributed.runtime.messages import exchange_outputs, exchange_queries
 from flexdilated.distributed.runtime.ring import sources

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdilated.backends import modified_scores
-from flexdilated.backends.combine import Part, Scattered, mix
+from flexdilated.backends.autograd import functions
+from flexdilated.backends.autograd.combine import Part, Scattered, mix
 from flexdilated.backends.flex import engine as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
 from flexdilated.backends.kernel import draws_of_its_own, spread
@@ -86,7 +86,7 @@ def attend(
         # Outputs then have a backward on every rank, also on one that computes none for others.
         first = call_mod("score_mod", call.score_mod, *first_pair(q))
         token = token + first.flatten()[:0].to(token.dtype) if first.requires_grad else token
-    attend_piece = flex.attend_piece if call.backend == "flex" else modified_scores.attend_piece
+    attend_piece = flex.attend_piece if call.backend == "flex" else functions.attend_piece
     own_seed = None if seed is None else spread(seed, ((rank + 1) << 40) + plan.within.start)
     with draws_of_its_own(own_seed, q.device), without_autocast(q.device):
         if mask is not None:
@@ -156,7 +156,7 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
     first = torch.as_tensor(task.tokens, device=device)[None, :, None, None, None]
     q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
     kv_idx = first + task.stride * torch.arange(scheduled.keys[0].first, scheduled.keys[-1].end, device=device)
-    out, lse = modified_scores.attend_lanes(q, k, v, hidden=hidden, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, call=call)
+    out, lse = functions.attend_lanes(q, k, v, hidden=hidden, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, call=call)
     return out.transpose(2, 3), lse.transpose(2, 3)
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexdilated.backends.dense.piece_loop import PieceLoop
 from flexdilated.backends.kernel import Dropout, Options, spread
-from flexdilated.backends.piece_loop import PieceLoop
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.lse import add_zero_keys_, for_backward, merge_
 from flexdilated.distributed.planner.plan import ContextPlan

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from flexdilated.attention import attend
-from flexdilated.core.call import Call
+from flexdilated.core.call import Call, ScoreMod
 from flexdilated.core.hardware import autocast_dtype
-from flexdilated.core.pieces import uncached
-from flexdilated.core.reference import ScoreMod
+from flexdilated.core.tracing import uncached
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import Context, context_of

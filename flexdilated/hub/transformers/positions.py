@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, create_causal_mask
 
-from flexdilated.core.hardware import holds_values
+from flexdilated.core.tracing import holds_values
 from flexdilated.hub.transformers.patterns import NAME
 
 RISES = "_dilated_rises"  # the attribute of positions that were found to rise, which all layers are given

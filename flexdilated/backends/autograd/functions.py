@@ -1,0 +1,337 @@
+"""Attention under users' score and mask functions: scores are computed, modified and differentiated by autograd.
+
+At most `SCORES` of them exist at once: scores of some segments and some of their queries are computed together, and again in the
+backward, from the record of the functions (`recorded.py`) or by activation checkpointing in compiled code. Tensors that the
+functions read, learnable tables included, get gradients. Under torch.func, and in programs exported for training, all scores are
+kept.
+
+Where compiled code has a symbol for the number of tokens, branches are read as padded grids instead of pieces, so that few graphs
+serve every number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from flexdilated.backends.autograd.combine import heads_of, mix, read, tokens_of
+from flexdilated.backends.autograd.grids import Grid, draw_grids, locate, mix_branches, num_parts
+from flexdilated.backends.autograd.records import attend_recorded
+from flexdilated.backends.kernel import draw_seed, draws_of_its_own, refuse_draws_again, spread
+from flexdilated.core.branch import Kept
+from flexdilated.core.call import Call, MaskMod, ScoreMod, documents, refuse_compiled_borders
+from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
+from flexdilated.core.functorch import is_transformed, may_draw
+from flexdilated.core.hardware import without_autocast
+from flexdilated.core.lse import accumulated, normalised
+from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
+from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_symbolic, refuse_traced_derivatives
+
+SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, differentiable, also in what the functions hold.
+
+    Raises:
+        NotImplementedError: If torchscale's zero keys take part: they have no position to tell the functions. In compiled code also
+            for documents, and before torch 2.11 for a dynamic number of tokens.
+    """
+    refuse_traced_derivatives(of_operators=False)
+    refuse_draws_again(call.dropout_p)
+    if call.part_of_heads(k.shape[2]) is not None and call.dropout_p > 0.0:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "dropout_p must be 0 with score_mod and mask_mod on a part of a model's heads in compiled code, got "
+                f"{call.dropout_p}"
+            )
+        seed = draw_seed(call.dropout_p, call.first_sequence)
+        assert seed is not None
+        with draws_of_its_own(spread(int(seed.item()), 1 + call.first_head), q.device):
+            return _pieces(q, k, v, call)
+    refuse_compiled_borders(call, "score_mod and mask_mod")
+    traced = torch.compiler.is_compiling()
+    if call.cu_seqlens is not None or (is_transformed(q, k, v) and not traced):
+        # Where a caller has left its graph for this, each function below would become a graph of its own, without tangents.
+        return torch.compiler.disable(_pieces)(q, k, v, call)
+    if traced and is_symbolic(q.shape[1]):
+        return _padded(q, k, v, call)
+    return _pieces(q, k, v, call)
+
+
+def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Every piece of every document, and their mixture."""
+    pattern, key_padding_mask = call.pattern, call.key_padding_mask
+    spans, order = arrange(documents(call.cu_seqlens, q.shape[1]), q.device)
+    runs = runs_of(spans)
+    num_heads, within = call.num_heads or k.shape[2], call.part_of_heads(k.shape[2])
+    plans = [
+        plan_pieces(pattern, tuple((i * length, length) for i in range(count)), num_heads, call.is_causal, within)
+        for _, length, count in runs
+    ]
+    if call.is_modified() and any(piece.zero_keys for pieces in plans for piece in pieces):
+        refuse_zero_keys(q.shape[1])
+    q, k, v = (order.take(x) for x in (q, k, v))
+    if key_padding_mask is not None:
+        key_padding_mask = order.take(key_padding_mask)
+        # What ignored keys and values hold must not matter, and 0 times NaN would.
+        k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
+    lengths = [length * count for _, length, count in runs]
+    # Split, not sliced: the gradients of the parts are then put together once.
+    parts = zip(*(x.split(lengths, dim=1) for x in (q, k, v)))
+    outs, lses = [], []
+    with without_autocast(q.device):
+        for (start, _, _), length, pieces, (q_d, k_d, v_d) in zip(runs, lengths, plans, parts):
+            ignored = None if key_padding_mask is None else key_padding_mask[:, start : start + length]
+            tokens = start if order.tokens is None else order.tokens[start : start + length]
+            results = [
+                (piece, *attend_piece(q_d, k_d, v_d, ignored=ignored, tokens=tokens, piece=piece, call=call)) for piece in pieces
+            ]
+            out, lse = mix([[part] for part in results], q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
+            outs.append(out)
+            lses.append(lse)
+    return order.put(torch.cat(outs, dim=1)), order.put(torch.cat(lses, dim=2), 2)
+
+
+def attend_piece(
+    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, tokens: int | Tensor, piece: Piece, call: Call
+) -> tuple[Tensor, Tensor]:
+    """Out `b s o h g r d` and lse `b s o h g r` of a piece; `tokens`: the first token that q holds, or `(N,)`, all of them."""
+    group, device = q.shape[2] // k.shape[2], q.device
+    position = tokens_of(piece, device)
+    position = tokens[position] if isinstance(tokens, Tensor) else tokens + position
+    b = torch.arange(q.shape[0], device=device)[:, None, None, None, None, None, None]
+    h = heads_of(piece, group, device)[None, None, ..., None, None]
+    hidden = None
+    if ignored is not None:
+        hidden = read(ignored[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0]
+    pairs = position[None, :, :, None, None, :, None], position[None, :, :, None, None, None, :]
+    rows = read(q, piece, group=group), read(k, piece), read(v, piece)
+    out, lse = attend_lanes(*rows, hidden, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call)
+    if not piece.zero_keys:
+        return out, lse
+    shares, lse = normalised(torch.stack([lse, torch.full_like(lse, math.log(piece.zero_keys))]), dim=0)
+    return out * shares[0, ..., None], lse[0]
+
+
+def attend_lanes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor]:
+    """As `attend_rows`, in portions of dim 1 and of rows with about `SCORES` scores."""
+    lanes, rows = q.shape[1], q.shape[-2]
+    per_row = max(1, known_batch(q.shape[0]) * math.prod(q.shape[2:-2]) * k.shape[-2])
+    several = max(1, SCORES // max(1, per_row * rows))
+    most = max(1, SCORES // (per_row * min(several, lanes)))
+    count = -(-lanes // several)
+    # Split, not sliced: the gradients of the parts are then put together once.
+    split = [
+        [x] * count if x is None or x.shape[1] == 1 else x.split(several, dim=1) for x in (q, k, v, hidden, b, h, q_idx, kv_idx)
+    ]
+    outs, lses = [], []
+    for q_l, k_l, v_l, hidden_l, b_l, h_l, q_idx_l, kv_idx_l in zip(*split):
+        chunks = [
+            attend_rows(q_c, k_l, v_l, hidden=hidden_l, b=b_l, h=h_l, q_idx=q_idx_c, kv_idx=kv_idx_l, call=call)
+            for q_c, q_idx_c in zip(q_l.split(most, dim=-2), q_idx_l.split(most, dim=-2))
+        ]
+        outs.append(torch.cat([out for out, _ in chunks], dim=-2))
+        lses.append(torch.cat([lse for _, lse in chunks], dim=-1))
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+
+def known_batch(batch: int) -> int:
+    """The batch size by which scores are counted; 1 for a dynamic one of an exported program, which must hold for all of them."""
+    return 1 if torch.compiler.is_exporting() and is_symbolic(batch) else batch
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor]:
+    """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments, `(B, ..., 1, R, D)`.
+
+    `hidden`, `b`, `h`, `q_idx` and `kv_idx`, what is ignored and where the pairs stand, broadcast to `(B, ..., group, rows, R)`.
+    The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
+    """
+    tensors = (q, k, v, hidden, b, h, q_idx, kv_idx)
+    if not torch.is_grad_enabled() or is_transformed(q, k, v) or torch.compiler.is_exporting():
+        return _attend(*tensors, call)
+    if torch.compiler.is_compiling():
+        # Symbols must be used outside of checkpoints first, or a second checkpoint does not find them (torch 2.13).
+        call = call._replace(scale=call.checked_scale() * 1.0, dropout_p=call.dropout_p if call.dropout_p > 0.0 else 0.0)
+        return checkpoint(_attend, *tensors, call, use_reentrant=False)
+    return attend_recorded(_attend, tensors, call)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor]:
+    """As `attend_rows`, which see."""
+    q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
+    group, rows = q.shape[-3:-1]
+    scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
+    scores, visible = _modify(scores, b, h, q_idx=q_idx, kv_idx=kv_idx, score_mod=call.score_mod, mask_mod=call.mask_mod)
+    for seen in (visible, kv_idx <= q_idx if call.is_causal else None, None if hidden is None else ~hidden):
+        if seen is not None:
+            scores = torch.where(seen, scores, -math.inf)
+    weights, lse = normalised(scores, dim=-1)
+    if call.dropout_p > 0.0:
+        with may_draw():
+            weights = torch.nn.functional.dropout(weights, call.dropout_p)
+    out = _multiply(weights.flatten(-3, -2), v[..., 0, :, :]).unflatten(-2, (group, rows))
+    return out, lse[..., 0]
+
+
+def _modify(
+    scores: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, score_mod: ScoreMod | None, mask_mod: MaskMod | None
+) -> tuple[Tensor, Tensor | None]:
+    """The scores after `score_mod`, and what `mask_mod` lets be seen (None: everything).
+
+    The functions see tensors that broadcast to the scores instead of one pair: being pointwise, with tables indexed by positions,
+    they cannot tell.
+    """
+    if score_mod is not None:
+        scores = call_mod("score_mod", score_mod, scores, *(b, h, q_idx, kv_idx)).to(scores.dtype).expand_as(scores)
+    return scores, None if mask_mod is None else call_mod("mask_mod", mask_mod, b, h, q_idx, kv_idx)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The same mixture, by grids whose sizes alone depend on the number of tokens."""
+    if not TRACES_UNKNOWN_SIZES:
+        raise NotImplementedError(
+            "q must have a static number of tokens for score_mod and mask_mod in code compiled by torch before 2.11, got a dynamic "
+            "one; use torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
+        )
+    if call.part_of_heads(k.shape[2]) is not None:
+        raise NotImplementedError(
+            "q must have a static number of tokens for score_mod and mask_mod on a part of a model's heads in compiled code, got a "
+            "dynamic one; use torch.compile(dynamic=False)"
+        )
+    pattern, ignored = call.pattern, call.key_padding_mask
+    (batch, num_tokens, heads), kv_heads = q.shape[:3], k.shape[2]
+    group = heads // kv_heads
+    parts = num_parts(pattern, known_batch(batch), num_tokens, kv_heads, group, SCORES)
+    tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group=group, is_causal=call.is_causal, parts=parts, device=q.device)
+    check_mods(call.score_mod, call.mask_mod, q)  # again: without fullgraph the graph breaks above, and forgets what they read
+    if ignored is not None:
+        k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
+    with without_autocast(q.device):
+        results = [_branch(q, k, v, branch=i, tokens=tokens, grid=grid, call=call) for i, grid in enumerate(grids)]
+        return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
+
+
+def _branch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branch: int,
+    tokens: Tensor,
+    grid: Grid,
+    call: Call,
+) -> tuple[Tensor, Tensor]:
+    """A branch's out `(B, N, H, D)` and lse `(B, N, H)`, 0 and -inf at tokens that a head does not keep."""
+    pattern, ignored = call.pattern, call.key_padding_mask
+    (num_tokens, heads), kv_heads, device = q.shape[1:3], k.shape[2], q.device
+    group = heads // kv_heads
+    length, rate = pattern.segments("grids")[branch]
+    run = pattern.head_range(branch, kv_heads)
+    offsets = torch.tensor([pattern.offset(branch, head, kv_heads) for head in run], device=device)  # (G,)
+    lane = grid.lanes[:, None]
+    kv_head, offset = run.start + lane % len(run), offsets[lane % len(run)]  # (L, 1)
+    first, branch_of_lane = lane // len(run) * length, Kept(length, rate, offset)
+
+    # Padding holds zeros: what other tokens hold must not matter.
+    k_token, beyond = locate(grid.keys, first, branch_of_lane, num_tokens)
+    k, v = (x[:, k_token, kv_head].masked_fill(beyond[..., None], 0.0)[:, :, None] for x in (k, v))
+    hidden = beyond[None] if ignored is None else beyond | ignored[:, k_token]
+    b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
+    outs, lses = [], []
+    for query in grid.queries.unbind():
+        q_token, beyond = locate(query // group, first, branch_of_lane, num_tokens)
+        h = kv_head * group + query % group
+        arguments = (
+            q[:, q_token, h].masked_fill(beyond[..., None], 0.0)[:, :, None],
+            k,
+            v,
+            hidden[:, :, None, None, :],
+            b,
+            h[None, :, None, :, None],
+            q_token[None, :, None, :, None],
+            k_token[None, :, None, None, :],
+            call,
+        )
+        out, lse = attend_rows(*arguments)
+        outs.append(out[:, :, 0])
+        lses.append(lse[:, :, 0])
+    out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)  # (B, L, M, D)
+
+    head = torch.arange(heads, device=device)
+    own = (head // group - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
+    branch_of_head = Kept(length, rate, offsets[own])
+    kept = branch_of_head.keeps(tokens[:, None]) & (head // group == run.start + own)  # (N, H)
+    index = (tokens // length)[:, None] * len(run) + own, branch_of_head.row(tokens[:, None]) * group + head % group
+    return out[:, index[0], index[1]].masked_fill(~kept[..., None], 0.0), lse[:, index[0], index[1]].masked_fill(~kept, -math.inf)
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` of matrices with the same other dims, whose gradients are products in their dtype too.
+
+    Autograd's own would be in that of `torch.autocast` where a backward is called inside it.
+    """
+    transformed = is_transformed(a, b)
+    if forward_ad._current_level >= 0 or (transformed and torch.compiler.is_compiling()):
+        return a @ b  # the tangents of a Function have no tangents (torch 2.13)
+    product: Any = _MappedProduct if transformed else _Product
+    out: Tensor = product.apply(a, b)
+    return out
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        with without_autocast(dout.device, traced_before=True):
+            da = _multiply(dout, b.transpose(-1, -2)) if ctx.needs_input_grad[0] else None
+            db = _multiply(a.transpose(-1, -2), dout) if ctx.needs_input_grad[1] else None
+        return da, db
+
+
+class _MappedProduct(_Product):
+    """For torch.func; the compiler takes no Function that says how it is mapped."""
+
+    generate_vmap_rule = True

@@ -1,0 +1,150 @@
+"""Branches as grids of segments and rows, all of one size: what one graph needs to serve every number of tokens.
+
+Pieces are exact boxes, and which boxes there are depends on every remainder of the number of tokens: each set needs a graph of its
+own. In a grid the last segment is padded to the size of the others. Its sizes are those of an opaque operator's outputs: symbols of
+their own, where expressions of the number of tokens would have the compiler reason about every quotient. Portable programs, which
+hold no such operator, say sizes by expressions; what a row is, and how branches are mixed, is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexdilated.core.branch import Kept, ceil_div
+from flexdilated.core.checks import refuse_zero_keys
+from flexdilated.core.lse import normalised
+from flexdilated.core.pattern import DilatedPattern, decode, encode
+from flexdilated.core.pieces import plan_pieces
+from flexdilated.core.tracing import is_symbolic
+
+LEAST = 2  # rows and segments: with 1, the compiler would ask of every size whether it broadcasts
+LONGEST = 1 << 40  # tokens
+
+
+class Grid(NamedTuple):
+    """What there is of a branch, numbered from 0. A lane is one key/value head in one segment."""
+
+    lanes: Tensor  # (L,): `segment * heads of the branch + head`
+    queries: Tensor  # (parts, M): `row * group + query head of the group` of every query, a part of them at a time
+    keys: Tensor  # (R,): rows
+
+
+def locate(row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The tokens of rows of segments that begin at `first`, and whether they are padding.
+
+    Padding has some token of the same segment, as functions may expect.
+    """
+    last = (first + kept.length).clamp(max=num_tokens) - 1
+    first = first.minimum(last)  # of segments that are padding; none of their rows is read
+    token = first + kept.offset + row * kept.rate
+    return torch.where(token > last, first, token), token > last
+
+
+def mix_branches(branches: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of branches, of each its out `(B, N, H, D)` and its lse `(B, N, H)`.
+
+    `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`.
+    """
+    weights, lse = normalised(torch.stack([lse for _, lse in branches]), dim=0)  # (branches, B, N, H), (1, B, N, H)
+    mixed = torch.zeros_like(branches[0][0])
+    for (out, _), weight in zip(branches, weights.detach() if detach_weights else weights):
+        mixed = mixed + out * weight[..., None]
+    return mixed.to(dtype), lse[0].transpose(1, 2)
+
+
+def draw_grids(
+    pattern: DilatedPattern,
+    num_tokens: int,
+    kv_heads: int,
+    group: int,
+    is_causal: bool,
+    parts: Sequence[int],
+    device: torch.device,
+) -> tuple[Tensor, list[Grid]]:
+    """The tokens `(N,)`, and one grid per branch with its queries in so many parts.
+
+    All of them are data to the compiler. It must not see that they are ranges: inductor's loops over a quotient or remainder of a
+    symbolic range leave out the last, incomplete round (torch 2.13, CPU).
+
+    Raises:
+        NotImplementedError: If torchscale's zero keys take part, as soon as the number of tokens is known.
+    """
+    tokens, *ranges = _grids_op(num_tokens, encode(pattern), kv_heads, group=group, is_causal=is_causal, parts=parts, device=device)
+    return tokens, [Grid(*ranges[i : i + 3]) for i in range(0, len(ranges), 3)]
+
+
+@torch.library.custom_op("flexdilated::grids", mutates_args=())
+def _grids_op(
+    num_tokens: int,
+    encoded_pattern: Sequence[int],
+    kv_heads: int,
+    group: int,
+    is_causal: bool,
+    parts: Sequence[int],
+    device: torch.device,
+) -> list[Tensor]:
+    pattern = decode(encoded_pattern)
+    if any(piece.zero_keys for piece in plan_pieces(pattern, ((0, num_tokens),), kv_heads, is_causal)):
+        refuse_zero_keys(num_tokens)
+    ranges = [torch.arange(num_tokens, device=device)]
+    for i, count in enumerate(parts):
+        lanes, rows = _size(pattern, i, num_tokens, kv_heads)
+        width = max(LEAST, ceil_div(rows * group, count))
+        queries = torch.arange(count * width, device=device).view(count, width)
+        ranges += [torch.arange(lanes, device=device), queries, torch.arange(rows, device=device)]
+    return ranges
+
+
+@_grids_op.register_fake
+def _(num_tokens: int, *options: Any) -> list[Tensor]:
+    *_, parts, device = options
+    ctx = torch.library.get_ctx()
+    shapes: list[tuple[Any, ...]] = [(num_tokens,)]
+    for count in parts:
+        lanes, width, rows = (ctx.new_dynamic_size(min=LEAST) for _ in range(3))
+        shapes += [(lanes,), (count, width), (rows,)]
+    return [torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes]
+
+
+def num_parts(pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: int, group: int, scores: int) -> list[int]:
+    """For each branch, in how many parts its queries must be split so that at most so many scores exist at the same time.
+
+    Each answer is a graph. One holds for every number of tokens in which no branch has more parts than some power of 4, and
+    for every batch up to some power of 4 where that is a symbol too.
+    """
+    if torch.compiler.is_compiling() and is_symbolic(batch):
+        bound = 4
+        while batch > bound:
+            bound *= 4
+        batch = bound
+    tokens, parts = LEAST, [1] * len(pattern.branches)
+    while tokens < LONGEST:
+        longer = [
+            _parts(pattern, i, 2 * tokens, batch=batch, kv_heads=kv_heads, group=group, scores=scores) for i in range(len(parts))
+        ]
+        if _level(max(longer)) > _level(max(parts)) and num_tokens <= tokens:
+            break
+        tokens, parts = 2 * tokens, longer
+    return parts
+
+
+def _parts(pattern: DilatedPattern, branch: int, num_tokens: int, batch: int, kv_heads: int, group: int, scores: int) -> int:
+    lanes, rows = _size(pattern, branch, num_tokens, kv_heads)
+    queries = rows * group
+    return min(ceil_div(batch * lanes * queries * rows, scores), queries // LEAST)
+
+
+def _level(parts: int) -> int:
+    """The least power of 4 that so many parts are at most, as an exponent."""
+    return (parts - 1).bit_length() + 1 >> 1
+
+
+def _size(pattern: DilatedPattern, branch: int, num_tokens: int, kv_heads: int) -> tuple[int, int]:
+    """Lanes and rows of a branch's grid."""
+    length, rate = pattern.segments("grids")[branch]
+    lanes = ceil_div(num_tokens, length) * len(pattern.head_range(branch, kv_heads))
+    return max(LEAST, lanes), max(LEAST, ceil_div(min(length, num_tokens), rate))

@@ -1,0 +1,129 @@
+"""The mixture in operators that every runtime has: one dense attention per branch, whatever the number of tokens.
+
+For graphs that leave torch or Python. Everything else in the package is faster: here rows are gathered instead of viewed, and all
+scores of a branch exist at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends.autograd.grids import locate, mix_branches
+from flexdilated.core.branch import Kept
+from flexdilated.core.call import Call
+from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.lse import accumulated, normalised
+from flexdilated.core.pattern import DilatedPattern
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call without functions; N may be a symbol.
+
+    Raises:
+        NotImplementedError: For packed documents, dropout, and torchscale's shifted positions.
+    """
+    return mixture(*Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens), *call.flat())
+
+
+def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """What the operator `flexdilated::mixture` gives for the same arguments."""
+    inputs, flat = Inputs(*arguments[:6]), Flat(*arguments[6:])
+    q, k, v, ignored = inputs[:4]
+    _check(flat.pattern, q.shape[1], inputs.cu_seqlens, flat.dropout_p)
+    if ignored is not None:
+        # What ignored keys and values hold must not matter, and 0 times NaN would.
+        k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
+    within = range(flat.first_head, flat.first_head + k.shape[2])
+    branches = range(len(flat.pattern.branches))
+    parts = [_branch(q, k, v, ignored=ignored, flat=flat, branch=i, within=within) for i in branches if _heads(flat, i, within)]
+    return mix_branches(parts, q.dtype, detach_weights=flat.pattern.detach_weights)
+
+
+def _check(pattern: DilatedPattern, num_tokens: int, cu_seqlens: Tensor | None, dropout_p: float) -> None:
+    if cu_seqlens is not None:
+        raise NotImplementedError(
+            "cu_seqlens must be None in a portable program, got borders, whose values decide about shapes; give each document as a "
+            "sequence of its own"
+        )
+    if dropout_p > 0.0:
+        raise NotImplementedError(f"dropout_p must be 0 in a portable program, got {dropout_p}; call eval() first")
+    for length, rate in pattern.segments("portable programs"):
+        if pattern.zero_padding and length % rate and not _always(num_tokens <= length):
+            raise NotImplementedError(
+                f"pattern must have rates that divide its segments with zero_padding=True in a portable program, got segments of "
+                f"{length} at rate {rate} for more than {length} tokens; export with torch.export.Dim(max={length}), or use "
+                "dataclasses.replace(pattern, zero_padding=False)"
+            )
+
+
+def _branch(
+    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, flat: Flat, branch: int, within: range
+) -> tuple[Tensor, Tensor]:
+    """One branch's out `(B, N, H, D)` and lse `(B, N, H)`, -inf where it has nothing to say.
+
+    Whatever has a symbol for a size is made by indexing alone: whether it may be reshaped would depend on whether the symbol is 1.
+    """
+    pattern = flat.pattern
+    length, rate = pattern.segments("portable programs")[branch]
+    batch_size, num_tokens, group, device = q.shape[0], q.shape[1], q.shape[2] // k.shape[2], q.device
+    # A longer segment is one segment of all tokens; where nothing says that it is longer, it is as if tokens followed.
+    if _always(num_tokens <= length):
+        length = num_tokens
+    num_segments, num_rows = (num_tokens + length - 1) // length, (length + rate - 1) // rate
+    if not isinstance(length, int):
+        num_rows += 2  # that nothing sees: torch's product asks whether a symbol is at least 2, and the answer must be yes
+    kv_heads = _heads(flat, branch, within)
+    first, lanes = (kv_heads.start - within.start) * group, len(kv_heads) * group
+    offset = torch.cat([torch.full((group,), pattern.offset(branch, head, flat.num_heads), device=device) for head in kv_heads])
+
+    softmax = torch.arange(batch_size * num_segments * lanes, device=device)[:, None]  # (Z, 1): batch, segment, lane
+    lane, batch = softmax % lanes, softmax // (num_segments * lanes)
+    start = (softmax // lanes - batch * num_segments) * length  # not by %: the ONNX exporter has none for symbols
+    row = torch.arange(num_rows, device=device)
+    token, beyond = locate(row, start, Kept(length, rate, offset[lane]), num_tokens)  # (Z, R)
+
+    def rows(x: Tensor, head: Tensor) -> Tensor:
+        return x[batch, token, head].to(accumulated(x.dtype)).masked_fill(beyond[..., None], 0.0)  # (Z, R, D)
+
+    visible = ~beyond if ignored is None else ~(beyond | ignored[batch, token])
+    if pattern.zero_padding and not flat.is_causal:
+        # Rows behind the last token are keys, of zeros: those of a whole segment, or up to a multiple of the rate in a shorter one.
+        whole = torch.full((), num_tokens, device=device) > length
+        visible = visible | beyond & (whole | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
+    visible = visible[:, None]
+    if flat.is_causal:
+        visible = visible & (row <= row[:, None])
+
+    head = first + lane
+    scores = torch.bmm(rows(q, head), rows(k, head // group).transpose(1, 2)) * flat.scale
+    weights, lse = normalised(scores.masked_fill(~visible, -math.inf), dim=-1)
+    out, lse = torch.bmm(weights, rows(v, head // group)), lse[..., 0]
+
+    n, lane = torch.arange(num_tokens, device=device)[:, None], torch.arange(lanes, device=device)
+    segment = n // length
+    softmax = (torch.arange(batch_size, device=device)[:, None, None] * num_segments + segment) * lanes + lane  # (B, N, h)
+    position = n - segment * length - offset  # (N, h), behind the first that is kept
+    kept, row = (position >= 0) & (position % rate == 0), position.clamp(min=0) // rate
+    out = out[softmax, row].masked_fill(~kept[..., None], 0.0)
+    lse = lse[softmax, row].masked_fill(~kept, -math.inf)
+    beside = (first, q.shape[2] - first - lanes)  # the heads that run other branches
+    return torch.nn.functional.pad(out, (0, 0, *beside)), torch.nn.functional.pad(lse, beside, value=-math.inf)
+
+
+def _heads(flat: Flat, branch: int, within: range) -> range:
+    """The key/value heads of a part of a model that run a branch."""
+    heads = flat.pattern.head_range(branch, flat.num_heads)
+    return range(max(heads.start, within.start), min(heads.stop, within.stop))
+
+
+def _always(condition: bool) -> bool:
+    """Whether a comparison is true for all values of its symbols; makes no guard."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # not loaded with the package
+
+    return statically_known_true(condition)

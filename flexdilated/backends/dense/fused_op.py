@@ -1,0 +1,96 @@
+"""All pieces of a pattern by a kernel engine, as one differentiable operation that keeps q, k, v, out and lse alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends.dense.piece_loop import PieceLoop, backward, forward
+from flexdilated.backends.kernel import draw_seed, spread
+from flexdilated.core.call import Call, documents
+from flexdilated.core.checks import refuse_shards_of_torch
+from flexdilated.core.custom_op import Flat, Inputs, differentiate, operator, refuse, rows_contiguous, save, schema_of, shapes_of
+from flexdilated.core.functorch import is_differentiated
+from flexdilated.core.hardware import without_autocast
+from flexdilated.core.pieces import Order, arrange, plan_pieces
+from flexdilated.core.tracing import refuse_traced_derivatives
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, both differentiable; its backend is a kernel engine."""
+    if torch.compiler.is_compiling():
+        refuse_traced_derivatives()
+    run = MIXTURE.forward
+    if not torch.compiler.is_compiling():
+        in_graph = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if torch.is_grad_enabled() and not (in_graph or torch.is_inference_mode_enabled()):
+            run = FlexdilatedMixture.apply
+    seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
+    inputs = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, seed)
+    out, lse = run(*inputs, *call.flat())
+    return out, lse
+
+
+def _piece_loop(inputs: Inputs, flat: Flat) -> tuple[PieceLoop, Inputs, Order]:
+    """Over the whole sequence: the loop over pieces, the tensors in the order in which it reads them, and that order."""
+    inputs, order, spans = inputs.rows_contiguous(), Order(), documents(inputs.cu_seqlens, inputs.q.shape[1])
+    if len(spans) > 1 and flat.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
+        spans, order = arrange(spans, inputs.q.device)
+    if order.tokens is not None:
+        q, k, v, mask, *rest = inputs
+        inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *rest)
+    kv_heads = inputs.k.shape[2]
+    within = None if kv_heads == flat.num_heads else range(flat.first_head, flat.first_head + kv_heads)
+    pieces = plan_pieces(flat.pattern, spans, flat.num_heads, flat.is_causal, within)
+    seed = None if inputs.seed is None else spread(int(inputs.seed.item()), flat.first_head << 32)
+    return PieceLoop(inputs, flat, pieces, seed), inputs, order
+
+
+def _forward(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
+    refuse_shards_of_torch(0)  # again: a compiled graph was checked when it was traced
+    with without_autocast(inputs.q.device):
+        loop, inputs, order = _piece_loop(inputs, flat)
+        out, lse = forward(inputs.q, inputs.k, inputs.v, loop)
+        return (out, lse) if order.places is None else (order.put(out), order.put(lse, 2))
+
+
+def _shapes(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
+    return shapes_of(inputs.q)
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], flat: Flat) -> tuple[Tensor, ...]:
+    with without_autocast(dout.device):
+        loop, inputs, order = _piece_loop(inputs, flat)
+        dout, out, lse = rows_contiguous(dout), rows_contiguous(outputs[0]), outputs[1]
+        if order.tokens is None:
+            return backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop)
+        dout, out, lse = order.take(dout), order.take(out), order.take(lse, 2)
+        dlse = None if dlse is None else order.take(dlse, 2)
+        return tuple(order.put(x) for x in backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop))
+
+
+def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
+    if is_differentiated(*arguments[:7]):
+        refuse(None)
+    return MIXTURE.backward(*arguments)
+
+
+MIXTURE = operator(
+    "mixture", schema_of(Flat), Flat._make, forward=_forward, shapes=_shapes, backward=_backward, through=_differentiate
+)
+
+
+class FlexdilatedMixture(torch.autograd.Function):
+    """The operator with its derivative, without the time that torch.library takes for that: some 80 us a call (torch 2.13)."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        outputs = MIXTURE.forward(*arguments)
+        save(ctx, arguments, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return differentiate(ctx, _differentiate, dout, dlse)

@@ -1,0 +1,125 @@
+"""`flexdilated map-slide`: how much of each tile reaches the class token or a tile, as a picture and as a table."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from flexdilated.cli.options import DeviceOption, Integers, device_named, integers, require_matplotlib
+from flexdilated.cli.refusal import refuse
+from flexdilated.cli.slides import shared
+from flexdilated.draw.weights import PICTURE_FORMATS
+from flexdilated.slides.formats import SlideError, Tiles
+from flexdilated.slides.grid import Reading
+from flexdilated.slides.heatmap import TABLES, tile_relevance, write_table
+from flexdilated.slides.picture import draw_slide_map
+
+
+def map_slide(
+    tiles: shared.SlideArgument,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="A picture (.png, .pdf, .svg), or a table (.geojson for QuPath, .csv).")
+    ],
+    weights: shared.WeightsOption = None,
+    tile: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Which tile asks: its row in the file, from 0 on, or LazySlide's tile_id.", show_default="the class token"
+        ),
+    ] = None,
+    thumbnail: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A picture of the whole slide, to draw underneath.")
+    ] = None,
+    slide_size: Annotated[
+        Integers | None,
+        typer.Option(
+            parser=integers,
+            metavar="WIDTH,HEIGHT",
+            help="Of the slide in pixels of level 0, with --thumbnail, where the file does not say it.",
+        ),
+    ] = None,
+    coords: shared.CoordsOption = None,
+    tile_size_level0: shared.TileSizeLevel0Option = None,
+    magnification: shared.MagnificationOption = 20.0,
+    shared_cells: shared.SharedCellsOption = False,
+    table: shared.TableOption = None,
+    arch: shared.ArchOption = shared.PUBLISHED,
+    tile_size: shared.TileSizeOption = 256,
+    slide_ngrids: shared.SlideNgridsOption = 1000,
+    max_wsi_size: shared.MaxWsiSizeOption = 262144,
+    order: shared.OrderOption = "file",
+    device: DeviceOption = "auto",
+) -> None:
+    """Draw how much of each tile of a slide reaches the class token, or a tile, through the attention of all layers.
+
+    Attention is rolled out over the layers and divided by its value under equal scores, which removes what the order of tiles in
+    the file does to it. The picture says how well the map agrees with that of the tiles in reverse order.
+    """
+    suffix = output.suffix.lower()
+    if suffix not in (*PICTURE_FORMATS, *TABLES):
+        refuse(f"--output must end in one of {', '.join((*PICTURE_FORMATS, *TABLES))}, got '{output}'")
+    if suffix in PICTURE_FORMATS:
+        require_matplotlib()
+    if slide_size is not None and (thumbnail is None or len(slide_size) != 2):
+        refuse(f"--slide-size must be width,height and come with --thumbnail, got '{','.join(map(str, slide_size))}'")
+    if thumbnail is not None and output.exists() and output.samefile(thumbnail):
+        refuse(f"--output must be another file than --thumbnail, got '{output}'")
+    place = device_named(device)
+    try:
+        reading = Reading(coords, table, tile_size_level0, magnification, shared_cells)
+        slide, cells = reading.read(tiles.name, tiles, slide_ngrids=slide_ngrids)
+    except SlideError as error:
+        refuse(f"'{tiles}' {error}")
+    if not slide.is_level0 and (suffix in TABLES or thumbnail is not None):
+        refuse(f"--tile-size-level0 must be given where the file holds micrometres, as '{tiles}' does, got none")
+    size = slide.slide_size if slide_size is None else (slide_size[0], slide_size[1])
+    if thumbnail is not None and size is None:
+        refuse(f"--thumbnail must come with --slide-size where the file does not say how large the slide is, as '{tiles}' does not")
+    sizes: dict[str, Any] = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
+    model = shared.encoder(arch, slide.x.shape[1], weights, place, order=order, **sizes)
+    row = _row(slide, tile)
+    side = slide.tile_size_level0 or tile_size_level0
+    assert side is not None  # or the cells would have been refused
+    x, where = slide.x.float().to(place), (cells * model.tile_size).to(place)
+    relevance = tile_relevance(model, x, where, tile=row).cpu()
+    turned = None if row is None else len(x) - 1 - row
+    reverse = tile_relevance(model, x.flip(0), where.flip(0), tile=turned).flip(0).cpu()
+    note = f"tiles in reverse order: rank correlation {_rank_correlation(relevance, reverse):.2f}"
+    if suffix in TABLES:
+        write_table(output, slide.coords, side, {"relevance": relevance}, tile_ids=slide.tile_ids)
+    else:
+        draw_slide_map(
+            relevance[None],
+            slide.coords,
+            output,
+            tile_size=side,
+            thumbnail=thumbnail,
+            slide_size=None if thumbnail is None else size,
+            query=row,
+            title=f"{tiles.stem}: what reaches {'the class token' if tile is None else f'tile {tile}'}",
+            titles=["relevance"],
+            label="relevance, 1: as the pattern alone",
+            note=note,
+        )
+    typer.echo(f"wrote 1 map of {len(slide.coords):,} tiles to '{output}'; {note}")
+
+
+def _rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Spearman's: 1 where two maps order the tiles in the same way; 1 for a map of equal values too."""
+    ranks = torch.stack([values.unique(return_inverse=True)[1].double() for values in (first, second)])
+    found = float(torch.corrcoef(ranks)[0, 1]) if len(first) > 1 else 1.0
+    return 1.0 if math.isnan(found) else found
+
+
+def _row(slide: Tiles, tile: int | None) -> int | None:
+    """The row of the tile that is asked for."""
+    if tile is None or slide.tile_ids is None:
+        return tile
+    rows = (slide.tile_ids == tile).nonzero()[:, 0].tolist()
+    if not rows:
+        refuse(f"--tile must be a tile_id of the slide, got {tile}")
+    return int(rows[0])

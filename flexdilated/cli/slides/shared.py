@@ -1,0 +1,95 @@
+"""Options of the commands for slides: how files are read, and which encoder is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from flexdilated.cli.options import DTYPES
+from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.slides.formats import DAMAGED
+from flexdilated.slides.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
+
+PUBLISHED = "gigapath_slide_enc12l768d"
+RANDOM = "WARNING: --random: the weights are RANDOM, so embeddings mean nothing"
+
+SlideArgument = Annotated[Path, typer.Argument(metavar="TILES", exists=True, help="A slide, in a format that encode-slides reads.")]
+WeightsOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth.")
+]
+RandomOption = Annotated[
+    bool, typer.Option("--random", help="Encode with random weights, to try the command: embeddings mean nothing.")
+]
+InChansOption = Annotated[int, typer.Option(min=1, help="Elements of a tile embedding; 1536 in the published weights.")]
+GlobalPoolOption = Annotated[
+    bool, typer.Option("--global-pool/--cls", help="Average the tiles, or take the class token, the original's default.")
+]
+DtypeOption = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the computation.")]
+CoordsOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        file_okay=False,
+        help="Folder of the files of coordinates, where embeddings have none: CLAM's patches, slide2vec's tiles.",
+    ),
+]
+TileSizeLevel0Option = Annotated[
+    float | None,
+    typer.Option(min=1e-9, help="Side of a tile in pixels of level 0, where the files do not say it; always for slideflow."),
+]
+MagnificationOption = Annotated[
+    float, typer.Option(min=1e-9, help="At which tiles were embedded; files that say another are refused. Prov-GigaPath's is 20.")
+]
+SharedCellsOption = Annotated[
+    bool, typer.Option("--shared-cells", help="Allow tiles that lie in one cell of the grid, as tiles that overlap do.")
+]
+TableOption = Annotated[str | None, typer.Option(help="Which table of a .zarr holds the embeddings, where there are several.")]
+ArchOption = Annotated[
+    str,
+    typer.Option(
+        help="The architecture of the weights: a name of Prov-GigaPath's or of torchscale's.", show_default="the published one"
+    ),
+]
+TileSizeOption = Annotated[
+    int, typer.Option(min=1, help="Side of a tile at its magnification; with --max-wsi-size it sets segments.")
+]
+SlideNgridsOption = Annotated[int, typer.Option(min=1, help="Cells along each side of the grid of tiles.")]
+MaxWsiSizeOption = Annotated[int, typer.Option(min=1, help="Side of the largest slide in pixels, which sets the segments.")]
+OrderOption = Annotated[
+    Literal["file", "hilbert"],
+    typer.Option(help="hilbert: tiles along a curve, for weights that were trained so. Published weights were not."),
+]
+
+
+def encoder(
+    arch: str,
+    in_chans: int,
+    weights: Path | None,
+    place: torch.device,
+    dtype: str = "float32",
+    *,
+    random: bool = False,
+    order: str = "file",
+    **sizes: Any,
+) -> LongNetViT:
+    """The encoder that the options name, in evaluation mode; random weights are the same ones every time."""
+    if arch not in ARCHITECTURES:
+        refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
+    if weights is None and not random:
+        refuse("--weights must name a checkpoint, got none")
+    if weights is not None and random:
+        refuse("--weights must name a checkpoint, or --random be given in its place, got both")
+    if random:
+        typer.echo(RANDOM, err=True)
+        torch.manual_seed(0)
+    model = create_model(None, arch, in_chans, order=None if order == "file" else "hilbert", **sizes)
+    if weights is not None:
+        try:
+            load_weights(model, weights)
+        except DAMAGED as error:
+            why = first_line(error)
+            refuse(f"--weights must be a whole checkpoint that fits --arch and the tile embeddings, got '{weights}': {why}")
+    return model.eval().to(place, DTYPES[dtype])

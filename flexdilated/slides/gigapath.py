@@ -1,0 +1,152 @@
+"""Prov-GigaPath's published slide encoders, by their names, and their weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.ordering import Curve
+from flexdilated.slides.model import LongNetViT as LongNetViT
+from flexdilated.slides.model import tile_positions as tile_positions
+
+__all__ = ["ARCHITECTURES", "Architecture", "LongNetViT", "create_model", "load_weights", "tile_positions"]
+
+
+class Architecture(NamedTuple):
+    """The sizes of a named model: width, layers, heads, `mlp_ratio`, and the number of branches that run."""
+
+    embed_dim: int
+    depth: int
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    branches: int = 5
+
+
+# torchscale's configurations LongNet_{depth}_layers_{embed_dim}_dim, of which Prov-GigaPath's encoder takes all but the segments.
+_DEPTHS = {256: (8, 12), 384: (3, 6, 12), 768: (3, 6, 8, 12), 1024: (8, 24), 1536: (3, 6, 8, 12)}
+
+#: The encoders by name, those published and those of torchscale, as `LongNet_8_layers_256_dim`.
+ARCHITECTURES: dict[str, Architecture] = {
+    "gigapath_slide_enc12l768d": Architecture(768, 12),
+    "gigapath_slide_enc24l1024d": Architecture(1024, 24),
+    "gigapath_slide_enc12l1536d": Architecture(1536, 12),
+    **{f"LongNet_{depth}_layers_{dim}_dim": Architecture(dim, depth) for dim, depths in _DEPTHS.items() for depth in depths},
+    "LongNet_8_layers_256_dim_mlp2": Architecture(256, 8, mlp_ratio=2.0, branches=3),
+    "LongNet_12_layers_256_dim_mlp2": Architecture(256, 12, mlp_ratio=2.0, branches=3),
+    "LongNet_12_layers_512_dim": Architecture(512, 12, num_heads=8, mlp_ratio=2.0, branches=3),
+}
+
+WEIGHTS_FILE = "slide_encoder.pth"
+
+
+def create_model(
+    pretrained: str | os.PathLike[str] | None,
+    model_arch: str,
+    in_chans: int,
+    *,
+    global_pool: bool = False,
+    slide_ngrids: int = 1000,
+    tile_size: int = 256,
+    max_wsi_size: int = 262144,
+    pattern: DilatedPattern | None = None,
+    order: Curve | None = None,
+    dropout: float = 0.25,
+    drop_path_rate: float = 0.1,
+    backend: str = "auto",
+    mesh: DeviceMesh | None = None,
+) -> LongNetViT:
+    """The slide encoder of a name, as Prov-GigaPath's function of the same name gives it; nothing is downloaded.
+
+    Args:
+        pretrained: Path of `slide_encoder.pth`. None or `""`: random weights.
+        model_arch: `gigapath_slide_enc12l768d` (the published weights), `gigapath_slide_enc24l1024d`,
+            `gigapath_slide_enc12l1536d`, or one of torchscale's, as `LongNet_8_layers_256_dim`.
+        in_chans: Elements of a tile embedding, 1536 for the published weights.
+        global_pool: As in `LongNetViT`, like all that follow.
+        slide_ngrids: Cells along each side of the grid.
+        tile_size: Side of a cell in pixels.
+        max_wsi_size: Side of the largest slide in pixels.
+        pattern: Which tokens attend to which. Default: that of the slide size, as in the published weights.
+        order: Curve along which tiles follow one another. Default: as they are given, as in the published weights.
+        dropout: Probability of dropping an element, in training.
+        drop_path_rate: Probability of dropping the branches of the last layer, in training.
+        backend: Engine of the attention.
+        mesh: The ranks that share the tiles of a slide.
+
+    Returns:
+        The model, on the CPU, in float32 and in training mode; call `.eval()` before encoding.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the architecture is unknown, the weights do not fit it, or `pretrained` is a name to download from.
+    """
+    if model_arch not in ARCHITECTURES:
+        raise ValueError(f"model_arch must be one of {list(ARCHITECTURES)}, got {model_arch!r}")
+    name = "" if pretrained is None else os.fspath(pretrained)
+    if name.startswith("hf_hub:"):
+        raise ValueError(
+            f"pretrained must be the path of a local file, got {name!r}; download {WEIGHTS_FILE} from "
+            f"https://huggingface.co/{name.removeprefix('hf_hub:')} and pass its path"
+        )
+    if name and not Path(name).is_file():
+        raise FileNotFoundError(f"pretrained must be the path of a file, None or '', no file at {name}")
+    sizes = Architecture(*ARCHITECTURES[model_arch])
+    if pattern is None:
+        whole, run = DilatedPattern.gigapath(max_wsi_size, tile_size), slice(sizes.branches)
+        pattern = replace(whole, segment_lengths=whole.segment_lengths[run], dilation_rates=whole.dilation_rates[run])
+    model = LongNetViT(
+        in_chans=in_chans,
+        embed_dim=sizes.embed_dim,
+        depth=sizes.depth,
+        num_heads=sizes.num_heads,
+        mlp_ratio=sizes.mlp_ratio,
+        slide_ngrids=slide_ngrids,
+        tile_size=tile_size,
+        max_wsi_size=max_wsi_size,
+        pattern=pattern,
+        order=order,
+        global_pool=global_pool,
+        dropout=dropout,
+        drop_path_rate=drop_path_rate,
+        backend=backend,
+        mesh=mesh,
+    )
+    if name:
+        load_weights(model, name)
+    return model
+
+
+def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
+    """Load a checkpoint, whose state dict is under `"model"`, into a model.
+
+    What else the checkpoint says must be true of the model: under `"order"` the order of the tiles, which is None where it says
+    nothing, as in the published weights; under `"pattern"` what `DilatedPattern.to_dict` gives.
+
+    Raises:
+        ValueError: If there is no such state dict, its names and shapes are not exactly those of the model, or it was trained
+            under another order or pattern.
+        TypeError: As `DilatedPattern.from_dict`.
+    """
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    weights = checkpoint.get("model") if isinstance(checkpoint, Mapping) else None
+    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
+        found = sorted(map(str, checkpoint)) if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
+        raise ValueError(f"pretrained must hold a state dict of tensors under 'model', got {found} in {os.fspath(path)}")
+    assert isinstance(checkpoint, Mapping)
+    if (order := checkpoint.get("order")) != model.order:
+        raise ValueError(f"order must be that of the weights={order!r}, got {model.order!r}; weights are trained in one order")
+    if "pattern" in checkpoint and (pattern := DilatedPattern.from_dict(checkpoint["pattern"])) != model.pattern:
+        raise ValueError(f"pattern must be that of the weights={pattern}, got {model.pattern}")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        misfits = " ".join(str(error).split())
+        raise ValueError(f"pretrained must hold exactly the weights of the model, got others: {misfits}") from error

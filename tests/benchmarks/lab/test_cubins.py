@@ -1,0 +1,102 @@
+"""The kept costs of compiled kernels: of the tiles that launches choose, within what a GPU has, and as the page shows them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flexdilated.backends.triton.tiles import DESCRIBED
+
+pytest.importorskip("triton")
+
+from benchmarks.lab import cubins
+
+pytestmark = pytest.mark.lab
+
+
+def kept() -> list[dict[str, object]]:
+    return json.loads(cubins.KEPT.read_text())
+
+
+def test_kept_costs_are_those_of_the_tiles_that_are_chosen() -> None:
+    for entry in kept():
+        config = cubins.config_of(entry)
+        assert list(cubins.chosen_tiles(config)[:4]) == entry["tiles"], entry
+
+
+def test_whatever_is_compiled_is_kept() -> None:
+    found = [cubins.config_of(entry) for entry in kept()]
+    assert len(set(found)) == len(found)
+    assert set(found) == set(cubins.configs())
+    for level, head_dim, kernel in itertools.product((80, 86, 89, 90, 100, 120), (32, 48, 64, 96, 128, 256), cubins.KERNELS):
+        assert cubins.Config(kernel, level, head_dim, "bf16", "causal") in found
+        assert cubins.Config(kernel, level, head_dim, "fp32", "causal") in found
+
+
+def test_nothing_kept_is_at_fault() -> None:
+    for entry in kept():
+        config = cubins.config_of(entry)
+        cost = cubins.Cost(*(entry[name] for name in cubins.Cost._fields))
+        assert not list(cubins.faults(config, cost, cost.spills))
+
+
+def test_faults_are_named() -> None:
+    config = cubins.Config("attend", 90, 64, "bf16", "causal")
+    cost = cubins.Cost(cubins.Tiles(128, 64, 8, 3), 255, 7, 0, 1 << 20, 1024, "HMMA", 2, 1)
+    said = " ".join(cubins.faults(config, cost, 6))
+    assert "takes 1048576 bytes of shared memory, more than 232448" in said
+    assert "takes 1024 columns of tensor memory, more than 512" in said
+    assert "spills 7 stores, more than the 6 kept" in said
+    assert "multiplies by HMMA, not HGMMA" in said
+    assert "waits for every product in 2 loops" in said
+    assert "overwrites operands of products in flight in 1 loops" in said
+    assert "is not kept: --write keeps it" in " ".join(cubins.faults(config, cost, None))
+
+
+LOOP = """
+    %c1 = arith.constant 1 : i32
+    %free = arith.divsi %a, %b : i32
+    %some = arith.maxsi %b, %c1 : i32
+    %out:2 = scf.for %i = %c0 to %b step %c1 iter_args(%x = %a) -> (i32) {
+      %g = arith.divsi %i, DIVISOR : i32
+      scf.if %p {
+        %h = arith.remsi %i, DIVISOR : i32
+      }
+    }
+    %also = arith.remui %a, %b : i32
+"""
+
+
+@pytest.mark.parametrize(("divisor", "number"), [("%some", 0), ("%c1", 0), ("%b", 2), ("%x", 2)])
+def test_divisions_by_what_may_be_0_are_found_in_loops(divisor: str, number: int) -> None:
+    assert len(cubins.zero_divisors(LOOP.replace("DIVISOR", divisor))) == number
+
+
+def test_no_loop_of_the_kernels_divides_by_what_may_be_0() -> None:
+    """Under grouped heads; by the compiler itself, which conftest.py has replaced by an interpreter here."""
+    asked = ["--levels", "90", "--head-dims", "128", "--dtypes", "bf16", "--asked", cubins.SHARING, "mask, group of 4"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.lab.cubins", *asked, "--kernels", "differentiate_keys", "attend"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert "AssertionError" not in done.stderr, done.stderr
+    assert done.stdout.count(cubins.SHARING) == 1, done.stderr
+    assert done.stdout.count("differentiate_keys") == 1, done.stderr
+
+
+def test_the_page_shows_what_is_kept() -> None:
+    shown = cubins.PAGE.read_text().split(cubins.BORDERS[0])[1].split(cubins.BORDERS[1])[0]
+    assert shown.strip() == cubins.table(kept())
+
+
+def test_the_page_compares_pointers_with_descriptors() -> None:
+    shown = cubins.PAGE.read_text().split(cubins.COMPARED[0])[1].split(cubins.COMPARED[1])[0]
+    assert shown.strip() == cubins.comparison(kept())
+    assert shown.count("sm_100") == shown.count("sm_120") == 6
+    assert shown.count("sm_90") == 11  # and what launches load by descriptors at other head dims
+    described = [kernel for kernel, by in DESCRIBED.items() for tiles in by[90] if tiles is not None]
+    assert shown.count("| descriptors | ") - 1 >= len(described) >= 5
