@@ -4,7 +4,7 @@
     python -m benchmarks.slides --quick    # whether it runs; keeps nothing
 
 Ratios are of layers of the published width, as many as `--depth` says, with random weights: packing and attention cost the same in
-each of the twelve. Slides are read from files of TRIDENT's format, and results written as `encode-slides` writes them. What is
+each of the twelve. Slides are read from files of TRIDENT's format, and results written as `slides encode-all` writes them. What is
 compared alternates. Peak memory is that of a fresh process.
 """
 

@@ -37,7 +37,7 @@ class Pack(NamedTuple):
 
 
 def read_slides(folder: Path, labels: Path | None = None, reading: Reading | None = None) -> tuple[list[Slide], list[str]]:
-    """The slides of a folder in any format of `encode-slides`, in memory, and the names of their classes.
+    """The slides of a folder in any format of `slides encode-all`, in memory, and the names of their classes.
 
     A slide that cannot be read is reported on standard error and left out.
 
@@ -45,7 +45,7 @@ def read_slides(folder: Path, labels: Path | None = None, reading: Reading | Non
         folder: Files of CLAM, TRIDENT, slide2vec, LazySlide, or plain ones.
         labels: A .csv with the columns `slide` (the path without its extension), `label` and, if patients have several slides,
             `patient`. Slides without a row are left out. Default: no labels, all slides.
-        reading: Source of coordinates and size of a tile, as the options of `encode-slides`.
+        reading: Source of coordinates and size of a tile, as the options of `slides encode-all`.
 
     Raises:
         ValueError: If a label has no slide, or no slide can be read.
@@ -104,8 +104,8 @@ def split(slides: Sequence[Slide], seed: int = 0) -> tuple[list[Slide], list[Sli
 
 
 def add_folder(parser: argparse.ArgumentParser) -> None:
-    """The arguments of both scripts: a folder of slides, and how `encode-slides` reads it."""
-    parser.add_argument("folder", nargs="?", type=Path, help="slides, as for encode-slides; default: synthetic slides")
+    """The arguments of both scripts: a folder of slides, and how `slides encode-all` reads it."""
+    parser.add_argument("folder", nargs="?", type=Path, help="slides, as for `slides encode-all`; default: synthetic slides")
     parser.add_argument("--tile-size-level0", type=float, help="side of a tile at level 0, if files lack it")
     parser.add_argument("--coords", type=Path, help="folder of coordinates, if files of embeddings lack them")
     parser.add_argument("--magnification", type=float, default=20.0, help="magnification of the embedded tiles")

@@ -79,7 +79,9 @@ def main() -> None:
     add_folder(parser)
     parser.add_argument("--arch", default="LongNet_3_layers_384_dim")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--output", type=Path, default=Path("slide_encoder.pth"), help="read by create_model and encode-slides")
+    parser.add_argument(
+        "--output", type=Path, default=Path("slide_encoder.pth"), help="read by create_model and `slides encode-all`"
+    )
     options = parser.parse_args()
     slides = make_smooth_slides(64)
     try:

@@ -10,10 +10,8 @@ from typing import Annotated
 import typer
 
 from flexdilated._version import __version__
-from flexdilated.cli import choose, doctor, generate, plan, show, train
+from flexdilated.cli import choose, doctor, generate, plan, show, slides, train
 from flexdilated.cli.refusal import Command, Group
-from flexdilated.cli.slides import encode, encode_all
-from flexdilated.cli.slides import map as map_slide
 from flexdilated.training.distributed import is_rank, leave
 
 app = typer.Typer(
@@ -23,9 +21,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_slides = (encode.encode_slide, encode_all.encode_slides, map_slide.map_slide)
-for _command in (show.show, doctor.doctor, *_slides, plan.plan, choose.choose, train.train, generate.generate):
+for _command in (show.show, doctor.doctor, plan.plan, choose.choose, train.train, generate.generate):
     app.command(cls=Command)(_command)
+app.add_typer(slides.app)
 
 
 @app.callback(invoke_without_command=True)

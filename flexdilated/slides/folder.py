@@ -21,7 +21,7 @@ def list_slides(
     """The slides in a folder and those below it, by name: the path without its ending, in the order of names.
 
     Links are followed; one that leads nowhere counts as a slide, which cannot be read. What tools write beside embeddings is left
-    out: hidden files, the folder of coordinates, slide2vec's and slideflow's tables of them, embeddings that `encode-slide` put
+    out: hidden files, the folder of coordinates, slide2vec's and slideflow's tables of them, embeddings that `slides encode` put
     beside the tiles, and CLAM's and TRIDENT's files of coordinates: .h5 files in `patches`, or whose names end in `_patches`.
 
     Args:

@@ -56,7 +56,7 @@ def read_source(path: Path, settings: Mapping[str, Any]) -> Source:
     """From which file the embedding in `path` was computed.
 
     Raises:
-        StoreError: If it was computed with other settings, or `encode-slides` did not write it.
+        StoreError: If it was computed with other settings, or `slides encode-all` did not write it.
         OSError: If it cannot be read.
     """
     with _opened(path) as file:
@@ -79,7 +79,7 @@ def collect(output: Path, names: list[str], path: Path) -> None:
     first slide.
 
     Raises:
-        StoreError: If `encode-slides` did not write one of them.
+        StoreError: If `slides encode-all` did not write one of them.
         OSError: If a file cannot be read or written. What was there stays.
     """
     import h5py  # an extra
@@ -117,4 +117,4 @@ def _opened(path: Path) -> Iterator[Any]:
     except OSError as error:
         if error.errno is not None:
             raise
-    raise StoreError(f"--output must hold files that encode-slides wrote, got '{path}'; use --overwrite or another folder")
+    raise StoreError(f"--output must hold files that `slides encode-all` wrote, got '{path}'; use --overwrite or another folder")

@@ -6,76 +6,20 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from types import ModuleType, NoneType
-from typing import NamedTuple, get_args
 
 import pytest
 import torch
-from typer.models import OptionInfo
 
 from flexdilated import DilatedPattern
-from flexdilated.analysis import strategies
-from flexdilated.cli import app, doctor, generate, plan, show, train
+from flexdilated.cli import app, plan, slides
 from flexdilated.cli.options import device_named
-from flexdilated.cli.slides import encode
-from flexdilated.training import checkpoint, corpus, distributed, trainer
 from tests.commands import invoke
 
-COMMANDS = {each.callback.__name__.replace("_", "-"): each.callback for each in app.registered_commands if each.callback}
-
-# Defaults that differ with what a command is for: a model to train, a picture that fits a page, a layer of a large model.
-OWN_DEFAULTS = {"--context-parallel", "--heads", "--tokens", "--segment-lengths", "--dilation-rates"}
-OWN_DEFAULTS |= {"--batch-size", "--output", "--dtype"}
-
-# Options that say which of the model's layers are written, not how many there are; and choices of other dtypes.
-OWN_MEANINGS = {("encode-slides", "--layers"), ("plan", "--dtype"), ("train", "--dtype")}
-
-
-class Option(NamedTuple):
-    """What a command says of one."""
-
-    spellings: tuple[str, ...]
-    type: object
-    default: object
-
-
-def options(command: str) -> list[Option]:
-    """From the signature, since versions of typer keep them in different places."""
-    callback = COMMANDS[command]
-    found = []
-    for name, parameter in inspect.signature(callback, eval_str=True).parameters.items():
-        kind, info = get_args(parameter.annotation)
-        if isinstance(info, OptionInfo):
-            kinds = [each for each in get_args(kind) if each is not NoneType] or [kind]
-            declared = [info.default if isinstance(info.default, str) else "", *(info.param_decls or ())]  # in Annotated: the first
-            spellings = [each for declaration in declared if declaration for each in declaration.split("/")]
-            found.append(Option(tuple(spellings or [f"--{name.replace('_', '-')}"]), kinds[0], parameter.default))
-    return found
-
-
-def spellings(*commands: str) -> set[str]:
-    return {name for command in commands for option in options(command) for name in option.spellings}
-
-
-def test_one_thing_has_one_spelling_type_and_default() -> None:
-    seen: dict[str, Option] = {}
-    for command in COMMANDS:
-        for option in options(command):
-            name = option.spellings[0]
-            if (command, name) in OWN_MEANINGS:
-                continue
-            meaning = option._replace(default=None) if name in OWN_DEFAULTS else option
-            assert seen.setdefault(name, meaning) == meaning, (command, name)
-    assert {"--heads", "--device", "--tokens", "--preset", "--causal", "--json"} <= set(seen)
-
-
-MODULES: dict[str, list[ModuleType]] = {
-    "show": [show],
-    "plan": [plan, strategies],
-    "encode-slide": [encode],
-    "doctor": [doctor],
-    "train": [train, checkpoint, corpus, distributed, trainer],
-    "generate": [generate],
+COMMANDS = {
+    group + (command.name or command.callback.__name__.replace("_", "-")): command.callback
+    for group, commands in (("", app), ("slides ", slides.app))
+    for command in commands.registered_commands
+    if command.callback
 }
 OTHERS = {"--nproc-per-node", "--max-restarts", "--crossover", "--all"}  # of torchrun, and of benchmarks
 
@@ -103,7 +47,7 @@ def test_auto_is_the_first_kind_of_device_that_is_there(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_unknown_option_is_refused_with_one_line(command: str) -> None:
-    code, out, err = invoke(command, "--abacus", "7")
+    code, out, err = invoke(*command.split(), "--abacus", "7")
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"error: No such option:? .?--abacus\b[^\n]*; see .* {command} --help\n", err)
 
@@ -113,7 +57,7 @@ def test_unknown_option_is_refused_with_one_line(command: str) -> None:
     [
         (["sow"], r"No such command 'sow'"),
         (["--abacus"], r"No such option"),
-        (["encode-slide"], r"Missing argument 'TILES'"),
+        (["slides", "encode"], r"Missing argument 'TILES'"),
         (["plan", "--tokens", "many", "--context-parallel", "2"], r"Invalid value for '--tokens'"),
         (["show", "--preset", "bert"], r"Invalid value for '--preset': .*'bert' is not one of 'longnet', 'gigapath'"),
         (["train", "extra"], r"Got unexpected extra argument"),
@@ -130,7 +74,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_cuts_nothing_off_in_a_terminal_of_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
-    code, out, _ = invoke(command, "--help")
+    code, out, _ = invoke(*command.split(), "--help")
     assert code == 0
     assert max(map(len, out.splitlines())) == 80
     assert "\u2026" not in out
@@ -159,7 +103,7 @@ def test_commands_of_the_docs_use_options_as_they_are_spelled_now() -> None:
     root = Path(__file__).parents[2]
     pages = [path for path in sorted((root / "docs").rglob("*.md")) if "_build" not in path.parts]
     text = "\n".join(path.read_text() for path in (root / "README.md", *pages))
-    lines = re.findall(r"^    .*?flexdilated ([a-z-]+)(.*)$", text, flags=re.MULTILINE)
+    lines = re.findall(r"^    .*?flexdilated ((?:slides )?[a-z-]+)(.*)$", text, flags=re.MULTILINE)
     assert {command for command, _ in lines} >= {"train", "show", "doctor", "plan", "generate"}
     for command, rest in lines:
         used = set(re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]))

@@ -293,7 +293,7 @@ def test_arrays_of_other_files_are_refused(tmp_path: Path, lead_elsewhere: Calla
         read_tiles(tmp_path / "a.h5")
     with h5py.File(tmp_path / "a.h5", "r+") as file:
         file.attrs["format"] = store.FORMAT
-    with pytest.raises(store.StoreError, match=r"must hold files that encode-slides wrote, got '.*a\.h5'"):
+    with pytest.raises(store.StoreError, match=r"must hold files that `slides encode-all` wrote, got '.*a\.h5'"):
         store.collect(tmp_path, ["a"], tmp_path / "all.h5")
 
 

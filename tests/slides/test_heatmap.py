@@ -136,7 +136,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(weights: Path, *more: object) -> tuple[int, str, str]:
     tiles = write_trident(weights.parent, "slide", *draw_tiles(N))
-    return invoke("map-slide", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", *more)
+    return invoke("slides", "map", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", *more)
 
 
 def test_map_slide_writes_tables(weights: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_tile_is_asked_for_by_the_id_that_lazyslide_gave_it(weights: Path) -> 
     from flexdilated.slides.gigapath import create_model
 
     path, table = write_lazyslide(weights.parent, "slide", *draw_tiles(N)), weights.with_name("map.csv")
-    fixed = ("map-slide", path, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--output={table}")
+    fixed = ("slides", "map", path, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--output={table}")
     assert invoke(*fixed, "--tile=5")[0] == 0
     slide = read_tiles(path)
     assert slide.tile_ids is not None
@@ -186,7 +186,7 @@ def test_map_slide_lays_a_thumbnail_where_the_size_of_the_slide_is_known(weights
     before = picture.read_bytes()
     assert before.startswith(b"\x89PNG")
     tiles = write_trident(weights.parent, "slide", *draw_tiles(N), level0_height=29 * SIDE)
-    fixed = ("map-slide", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--thumbnail={thumbnail}")
+    fixed = ("slides", "map", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--thumbnail={thumbnail}")
     assert invoke(*fixed, f"--output={picture}")[0] == 0
     assert picture.read_bytes() == before
     for text in (b"no picture", thumbnail.read_bytes()[:50]):
@@ -210,7 +210,7 @@ def test_map_slide_takes_what_encode_slides_takes(weights: Path) -> None:
     table = weights.with_name("map.csv")
     coords = torch.cat([coords, coords[:1] + 3])
     tiles = write_trident(weights.parent, "slide", torch.cat([x, x[:1]]), coords)
-    fixed = ("map-slide", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--output={table}")
+    fixed = ("slides", "map", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--output={table}")
     sizes = ("--tile-size=128", "--max-wsi-size=4096", "--slide-ngrids=60", "--order=hilbert")
     code, _, err = invoke(*fixed, *sizes)
     assert code == 2

@@ -30,7 +30,7 @@ def test_ranks_of_torchrun_write_what_one_process_writes(tmp_path: Path, monkeyp
     write_trident(tmp_path / "slides", "bad", x, coords)
     torch.save({"model": create_model(None, "tiny", IN_CHANS, slide_ngrids=GRIDS).state_dict()}, tmp_path / "weights.pth")
     fixed = ["--arch=tiny", f"--in-chans={IN_CHANS}", f"--slide-ngrids={GRIDS}", "--device=cpu", "--weights=weights.pth", "--tiles"]
-    two = ["encode-slides", "slides", *fixed, "--output=two"]
+    two = ["slides", "encode-all", "slides", *fixed, "--output=two"]
     together = invoke_ranks(2, tmp_path, *two, prepare=name_an_architecture)
     assert [code for code, _, _ in together] == [1, 0]
     assert ["error: 'slides/bad.h5' embeddings must be finite, got nan in tile 149" in err for _, _, err in together] == [
@@ -44,7 +44,7 @@ def test_ranks_of_torchrun_write_what_one_process_writes(tmp_path: Path, monkeyp
     assert code == 2
     assert "--collect must come with one process, got 2 ranks of torchrun; run the same command again without" in err
     for output in ("one", "two"):
-        code, _, _ = invoke("encode-slides", "slides", *fixed, f"--output={output}", f"--collect={output}.h5")
+        code, _, _ = invoke("slides", "encode-all", "slides", *fixed, f"--output={output}", f"--collect={output}.h5")
         assert code == 1
     with h5py.File(tmp_path / "one.h5") as alone, h5py.File(tmp_path / "two.h5") as shared:
         assert list(shared["names"]) == list(alone["names"]) == [b"s0", b"s1", b"s2", b"s3", b"s4"]

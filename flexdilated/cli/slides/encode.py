@@ -1,4 +1,4 @@
-"""`flexdilated encode-slide`: a file of tile embeddings and coordinates in, a file with the slide embedding out."""
+"""`flexdilated slides encode`: a file of tile embeddings and coordinates in, a file with the slide embedding out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexdilated.slides.grid import Reading
 OUTPUTS = (".pt", ".npz")
 
 
-def encode_slide(
+def encode(
     tiles: shared.SlideArgument,
     weights: shared.WeightsOption = None,
     random: shared.RandomOption = False,

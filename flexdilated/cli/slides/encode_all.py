@@ -1,4 +1,4 @@
-"""`flexdilated encode-slides`: a folder of slides in, a file of embeddings per slide out."""
+"""`flexdilated slides encode-all`: a folder of slides in, a file of embeddings per slide out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexdilated.slides.source import digest_of
 RANKS_WAIT = timedelta(days=7)  # one rank may be done long before the others; torchrun ends those of a run that lost one
 
 
-def encode_slides(
+def encode_all(
     folder: Annotated[
         Path,
         typer.Argument(
@@ -71,7 +71,7 @@ def encode_slides(
     the exit code is 1. A slide that has a file is skipped, so the same command goes on after an interruption. A file of other
     weights or options is an error.
 
-    Several processes: torchrun --standalone --nproc-per-node P -m flexdilated encode-slides ... gives each every P-th slide.
+    Several processes: torchrun --standalone --nproc-per-node P -m flexdilated slides encode-all ... gives each every P-th slide.
     """
     if find_spec("h5py") is None:
         refuse("h5py must be installed to write --output, got none; pip install 'flexdilated[slides]'")

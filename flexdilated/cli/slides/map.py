@@ -1,4 +1,4 @@
-"""`flexdilated map-slide`: how much of each tile reaches the class token or a tile, as a picture and as a table."""
+"""`flexdilated slides map`: how much of each tile reaches the class token or a tile, as a picture and as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run of `flexdilated encode-slides`: slides that are left, with a progress bar, one file each."""
+"""The run of `flexdilated slides encode-all`: slides that are left, with a progress bar, one file each."""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ from flexdilated.slides.gigapath import ARCHITECTURES, LongNetViT, create_model,
 PUBLISHED = "gigapath_slide_enc12l768d"
 RANDOM = "WARNING: --random: the weights are RANDOM, so embeddings mean nothing"
 
-SlideArgument = Annotated[Path, typer.Argument(metavar="TILES", exists=True, help="A slide, in a format that encode-slides reads.")]
+SlideArgument = Annotated[
+    Path, typer.Argument(metavar="TILES", exists=True, help="A slide, in a format that `slides encode-all` reads.")
+]
 WeightsOption = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth.")
 ]

@@ -1,4 +1,4 @@
-"""`flexdilated encode-slide`: its output is the model's, whatever the file; and what it refuses."""
+"""`flexdilated slides encode`: its output is the model's, whatever the file; and what it refuses."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def slide(tmp_path: Path) -> tuple[Tensor, Tensor]:
 
 def run(tiles: object, *arguments: object) -> tuple[int, str, str]:
     fixed = ["--arch=tiny", f"--in-chans={IN_CHANS}", "--device=cpu", "--tile-size-level0=256", *SIZE_OPTIONS]
-    return invoke("encode-slide", tiles, *fixed, *arguments)
+    return invoke("slides", "encode", tiles, *fixed, *arguments)
 
 
 @torch.inference_mode()

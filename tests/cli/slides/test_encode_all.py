@@ -52,7 +52,7 @@ def arguments(folder: Path, weights: Path | None = None, *more: object) -> list[
     fixed = ["--arch=tiny", f"--in-chans={IN_CHANS}", "--device=cpu", *SIZE_OPTIONS]
     fixed += [f"--output={folder / 'out'}", f"--collect={folder / 'out.h5'}"]
     named = [] if weights is None else [f"--weights={weights}"]
-    return ["encode-slides", str(folder / "slides"), *fixed, *named, *map(str, more)]
+    return ["slides", "encode-all", str(folder / "slides"), *fixed, *named, *map(str, more)]
 
 
 def run(folder: Path, weights: Path | None = None, *more: object) -> tuple[int, str, str]:
@@ -311,7 +311,7 @@ def test_a_file_of_other_settings_is_an_error(tmp_path: Path, slides: object, we
             (folder / "out" / "a.h5").write_bytes(before[:100])
         code, _, err = run(folder, weights)
         assert code == 2
-        assert f"--output must hold files that encode-slides wrote, got '{folder / 'out' / 'a.h5'}'" in err
+        assert f"--output must hold files that `slides encode-all` wrote, got '{folder / 'out' / 'a.h5'}'" in err
 
 
 def test_a_slide_is_known_by_what_its_files_hold_not_by_where_and_when(
@@ -328,7 +328,7 @@ def test_a_slide_is_known_by_what_its_files_hold_not_by_where_and_when(
     monkeypatch.chdir(tmp_path / "scratch")
     moved = f"--coords={tmp_path / 'moved'}"
     names = count_encoded(monkeypatch)
-    assert invoke("encode-slides", "slides", *arguments(tmp_path, weights, moved)[2:])[0] == 0
+    assert invoke("slides", "encode-all", "slides", *arguments(tmp_path, weights, moved)[3:])[0] == 0
     assert names == []
     with h5py.File(tmp_path / "moved" / "b.h5", "r+") as file:
         file["coords"][3] += 1
