@@ -16,7 +16,7 @@ ROOT = Path(flexdilated.__file__).parents[1]
 PACKAGE = ROOT / "flexdilated"
 STRUCTURE = ROOT / "docs" / "structure.md"
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
-MOST_LINES, MOST_ARGUMENTS, WIDE_FUNCTIONS = 450, 12, 21
+MOST_ROOMS, MOST_LINES, MOST_ARGUMENTS, WIDE_FUNCTIONS = 10, 450, 12, 21
 
 pytestmark = pytest.mark.skipif(not STRUCTURE.exists(), reason="needs the sources beside their docs")
 
@@ -75,6 +75,27 @@ def test_a_folder_imports_only_from_rows_above_its_own() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     TopologicalSorter({file: {found for found, _ in imports(file)} - {file} for file in FILES}).prepare()  # raises CycleError
+
+
+def rooms(folder: str) -> dict[str, set[str]]:
+    """The files and folders in a folder, without `__init__.py`, each with the others that it imports."""
+    room_of = {file: file.removeprefix(f"{folder}/").split("/")[0] for file in FILES if file.startswith(f"{folder}/")}
+    imported: dict[str, set[str]] = {room: set() for room in room_of.values() if room != "__init__.py"}
+    for file, room in room_of.items():
+        if room in imported:
+            imported[room] |= {room_of[other] for other, _ in imports(file) if other in room_of} & imported.keys() - {room}
+    return imported
+
+
+@pytest.mark.parametrize("folder", sorted({file.rpartition("/")[0] for file in FILES}))
+def test_no_rooms_of_a_folder_import_each_other_in_a_circle(folder: str) -> None:
+    TopologicalSorter(rooms(folder)).prepare()
+
+
+def test_backends_has_few_rooms() -> None:
+    names = {path.name for path in (PACKAGE / "backends").iterdir() if not path.name.startswith("__")}
+    assert names > rooms("flexdilated/backends").keys()
+    assert len(names) <= MOST_ROOMS
 
 
 def test_every_file_that_the_page_names_exists() -> None:
