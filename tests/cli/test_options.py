@@ -6,13 +6,19 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType, NoneType
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
+from typer.models import OptionInfo
 
 from flexdilated import DilatedPattern
-from flexdilated.cli import app, plan, slides
+from flexdilated.analysis import strategies
+from flexdilated.cli import app, doctor, generate, plan, show, slides, train
 from flexdilated.cli.options import device_named
+from flexdilated.cli.slides import encode
+from flexdilated.training import checkpoint, corpus, distributed, trainer
 from tests.commands import invoke
 
 COMMANDS = {
@@ -20,6 +26,83 @@ COMMANDS = {
     for group, commands in (("", app), ("slides ", slides.app))
     for command in commands.registered_commands
     if command.callback
+}
+
+# Defaults that differ with what a command is for: a model to train, a picture that fits a page, a layer of a large model.
+OWN_DEFAULTS = {
+    "--context-parallel",
+    "--heads",
+    "--tokens",
+    "--segment-lengths",
+    "--dilation-rates",
+    "--batch-size",
+    "--output",
+    "--dtype",
+}
+
+# Other words for what an option means; no command may spell it so.
+SYNONYMS = {
+    "--heads": {"--num-heads", "--n-heads", "--num-query-heads"},
+    "--kv-heads": {"--num-kv-heads"},
+    "--context-parallel": {"--ranks", "--world-size"},
+    "--tokens": {"--sequence-length", "--seq-len", "--num-tokens", "--length"},
+    "--batch-size": {"--batch", "--sequences"},
+    "--preset": {"--pattern"},
+    "--causal": {"--is-causal"},
+    "--output": {"--out", "--path"},
+    "--layers": {"--num-layers", "--depth"},
+}
+# Options that say which of the model's layers are written, not how many there are; and choices of other dtypes.
+OWN_MEANINGS = {("slides encode-all", "--layers"), ("plan", "--dtype"), ("train", "--dtype")}
+
+
+class Option(NamedTuple):
+    """What a command says of one."""
+
+    spellings: tuple[str, ...]
+    type: object
+    default: object
+
+
+def options(command: str) -> list[Option]:
+    """From the signature, since versions of typer keep them in different places."""
+    callback = COMMANDS[command]
+    found = []
+    for name, parameter in inspect.signature(callback, eval_str=True).parameters.items():
+        kind, info = get_args(parameter.annotation)
+        if isinstance(info, OptionInfo):
+            kinds = [each for each in get_args(kind) if each is not NoneType] or [kind]
+            declared = [info.default if isinstance(info.default, str) else "", *(info.param_decls or ())]  # in Annotated: the first
+            spellings = [each for declaration in declared if declaration for each in declaration.split("/")]
+            found.append(Option(tuple(spellings or [f"--{name.replace('_', '-')}"]), kinds[0], parameter.default))
+    return found
+
+
+def spellings(*commands: str) -> set[str]:
+    return {name for command in commands for option in options(command) for name in option.spellings}
+
+
+def test_one_thing_has_one_spelling_type_and_default() -> None:
+    seen: dict[str, Option] = {}
+    for command in COMMANDS:
+        for option in options(command):
+            name = option.spellings[0]
+            if (command, name) in OWN_MEANINGS:
+                continue
+            meaning = option._replace(default=None) if name in OWN_DEFAULTS else option
+            assert seen.setdefault(name, meaning) == meaning, (command, name)
+    synonyms = set().union(*SYNONYMS.values())
+    assert not synonyms & spellings(*COMMANDS)
+    assert {"--heads", "--device", "--tokens", "--preset", "--causal", "--json"} <= set(seen)
+
+
+MODULES: dict[str, list[ModuleType]] = {
+    "show": [show],
+    "plan": [plan, strategies],
+    "slides encode": [encode],
+    "doctor": [doctor],
+    "train": [train, checkpoint, corpus, distributed, trainer],
+    "generate": [generate],
 }
 OTHERS = {"--nproc-per-node", "--max-restarts", "--crossover", "--all"}  # of torchrun, and of benchmarks
 
@@ -99,10 +182,13 @@ def test_arguments_have_the_names_of_options_but_not_inside_what_python_prints(m
     assert invoke("plan", "--tokens", 9, "--context-parallel", 2) == (2, "", expected)
 
 
+def _pages(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*.md")) if "_build" not in path.parts]
+
+
 def test_commands_of_the_docs_use_options_as_they_are_spelled_now() -> None:
     root = Path(__file__).parents[2]
-    pages = [path for path in sorted((root / "docs").rglob("*.md")) if "_build" not in path.parts]
-    text = "\n".join(path.read_text() for path in (root / "README.md", *pages))
+    text = "\n".join(path.read_text() for path in (root / "README.md", *_pages(root / "docs")))
     lines = re.findall(r"^    .*?flexdilated ((?:slides )?[a-z-]+)(.*)$", text, flags=re.MULTILINE)
     assert {command for command, _ in lines} >= {"train", "show", "doctor", "plan", "generate"}
     for command, rest in lines:
