@@ -252,7 +252,7 @@ def test_triton_without_a_driver_is_left_out() -> None:
     code = """
 import warnings, torch
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends import piece_loop
+from flexdilated.backends.dense import piece_loop
 from flexdilated.backends.triton import merging
 piece_loop.packs, piece_loop.merging = lambda device: False, lambda request: merging
 x, pattern = torch.randn(1, 47, 5, 8), DilatedPattern((16, 47), (1, 5))
