@@ -62,7 +62,7 @@ def choose(
 
 def _address(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, *, causal: bool) -> str:
     """The part of the explorer's address that holds its state."""
-    lists = {"w": pattern.segment_lengths, "r": pattern.dilation_rates}
+    lists = dict(zip("wr", zip(*pattern.segments("the explorer's address"))))
     parts = [f"{name}={','.join(map(str, values))}" for name, values in lists.items()]
     parts += [f"N={tokens}", f"H={heads}", f"KV={kv_heads}", f"causal={int(causal)}", f"heads={pattern.heads}"]
     flags = ("zero_padding", "detach_weights")

@@ -185,7 +185,7 @@ class Unlaunchable:
 
 FAULTS = [
     AssertionError("libcuda.so cannot found!"),
-    PermissionError(13, "Permission denied", "/root/.triton/cache"),
+    PermissionError(13, "Permission denied", "/home/user/.triton/cache"),
     subprocess.CalledProcessError(1, ["gcc"]),
     triton.errors.TritonError("ptxas fatal: Value 'sm_130a' is not defined"),
     RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
