@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +56,18 @@ def normalised(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     weights = torch.exp(scores - largest)
     total = weights.sum(dim=dim, keepdim=True)
     return weights / total * reached, (largest + torch.log(total)).masked_fill(~reached, -math.inf)
+
+
+def mix_branches(branches: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of branches, of each its out `(B, N, H, D)` and its lse `(B, N, H)`.
+
+    `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`.
+    """
+    weights, lse = normalised(torch.stack([lse for _, lse in branches]), dim=0)  # (branches, B, N, H), (1, B, N, H)
+    mixed = torch.zeros_like(branches[0][0])
+    for (out, _), weight in zip(branches, weights.detach() if detach_weights else weights):
+        mixed = mixed + out * weight[..., None]
+    return mixed.to(dtype), lse[0].transpose(1, 2)
 
 
 def share_beside(sinks: Tensor, lse: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import refuse_zero_keys
-from flexdilated.core.lse import normalised
+from flexdilated.core.lse import mix_branches
 from flexdilated.core.pieces import Documents, shifted_branches
 
 Attend = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, "Tensor | None"]]
@@ -50,10 +50,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple
         for i in range(len(pattern.branches))
         if _held(call, i, k.shape[2])
     ]
-    weights, lse = normalised(torch.stack([lse for _, lse in parts]), dim=0)  # (branches, B, H, N), (1, B, H, N)
-    weights = weights.detach() if pattern.detach_weights else weights
-    out = torch.stack([out.to(lse.dtype) * w.transpose(1, 2)[..., None] for (out, _), w in zip(parts, weights)]).sum(dim=0)
-    return out.to(q.dtype), lse[0]
+    results = [(out, lse.transpose(1, 2)) for out, lse in parts]
+    return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
 
 
 def _attend_shifted(

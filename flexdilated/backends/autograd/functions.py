@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.backends.autograd.combine import heads_of, mix, read, tokens_of
-from flexdilated.backends.autograd.grids import Grid, draw_grids, locate, mix_branches, num_parts
+from flexdilated.backends.autograd.grids import Grid, draw_grids, locate, num_parts
 from flexdilated.backends.autograd.records import attend_recorded
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, refuse_draws_again, spread
 from flexdilated.core.branch import Kept
@@ -28,7 +28,7 @@ from flexdilated.core.call import Call, MaskMod, ScoreMod, documents, refuse_com
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw
 from flexdilated.core.hardware import without_autocast
-from flexdilated.core.lse import accumulated, normalised
+from flexdilated.core.lse import accumulated, mix_branches, normalised
 from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_symbolic, refuse_traced_derivatives
 

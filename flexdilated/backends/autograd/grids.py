@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flexdilated.core.branch import Kept, ceil_div
 from flexdilated.core.checks import refuse_zero_keys
-from flexdilated.core.lse import normalised
 from flexdilated.core.pattern import DilatedPattern, decode, encode
 from flexdilated.core.pieces import plan_pieces
 from flexdilated.core.tracing import is_symbolic
@@ -42,18 +41,6 @@ def locate(row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Ten
     first = first.minimum(last)  # of segments that are padding; none of their rows is read
     token = first + kept.offset + row * kept.rate
     return torch.where(token > last, first, token), token > last
-
-
-def mix_branches(branches: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
-    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of branches, of each its out `(B, N, H, D)` and its lse `(B, N, H)`.
-
-    `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`.
-    """
-    weights, lse = normalised(torch.stack([lse for _, lse in branches]), dim=0)  # (branches, B, N, H), (1, B, N, H)
-    mixed = torch.zeros_like(branches[0][0])
-    for (out, _), weight in zip(branches, weights.detach() if detach_weights else weights):
-        mixed = mixed + out * weight[..., None]
-    return mixed.to(dtype), lse[0].transpose(1, 2)
 
 
 def draw_grids(

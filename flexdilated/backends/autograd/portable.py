@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdilated.backends.autograd.grids import locate, mix_branches
+from flexdilated.backends.autograd.grids import locate
 from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Flat, Inputs
-from flexdilated.core.lse import accumulated, normalised
+from flexdilated.core.lse import accumulated, mix_branches, normalised
 from flexdilated.core.pattern import DilatedPattern
 
 
