@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flexdilated.core.branch import Segments
 from flexdilated.core.call import MaskMod, ScoreMod
 from flexdilated.core.pattern import DilatedPattern
 
@@ -30,8 +31,9 @@ def dilated_attention(
     """`out` and `lse` of dilated attention by the definition, differentiable by autograd.
 
     In branch `i`, query `p` sees key `p'` when `(p % w) % r == (p' % w) % r == offset`, `p // w == p' // w`, and, if causal,
-    `p' <= p`; then `lse = logsumexp_i lse_i` and `out = sum_i exp(lse_i - lse) out_i`. A row that no key reaches has `out = 0` and
-    `lse = -inf`, with zero gradients. Source: LongNet, arXiv 2307.02486, equations 5-10.
+    `p' <= p`. In a window of size w every head sees key `p'` when `|p - p'| < w` and, if causal, `p' <= p`. Then
+    `lse = logsumexp_i lse_i` and `out = sum_i exp(lse_i - lse) out_i`. A row that no key reaches has `out = 0` and `lse = -inf`,
+    with zero gradients. Source: LongNet, arXiv 2307.02486, equations 5-10.
 
     Args:
         q: Queries, `(B, N, H, D)`, any floating dtype; computed in float64.
@@ -103,17 +105,20 @@ def _branch(
 ) -> tuple[Tensor, Tensor]:
     """One branch over one document, which begins at token `start`: `out` `(B, N, H, D)`, `lse` `(B, H, N)`."""
     num_tokens, num_heads = q.shape[1], q.shape[2]
-    source, segment = _rows(pattern, branch, num_tokens)
+    segments, window = pattern.split("the definition")
+    source, segment = _rows(pattern, segments[branch], num_tokens) if branch < len(segments) else (list(range(num_tokens)), 0)
     rows = torch.tensor(source, device=q.device)
     real = rows >= 0
     q, k, v = (torch.where(real[:, None, None], x[:, rows.clamp(min=0)], 0.0) for x in (q, k, v))
     ignored = ignored[:, rows.clamp(min=0)] & real
 
-    rate = pattern.segments("the definition")[branch].dilation_rate
     p = torch.arange(len(source), device=q.device)
     joined = torch.zeros(num_heads, len(source), len(source), dtype=torch.bool, device=q.device)
     for kv_head in pattern.head_range(branch, num_heads // group):
-        kept = (p % segment) % rate == pattern.offset(branch, kv_head, num_heads // group)
+        if window is not None and branch == len(segments):
+            joined[kv_head * group : (kv_head + 1) * group] = (p[:, None] - p).abs() < window.size
+            continue
+        kept = (p % segment) % segments[branch].dilation_rate == pattern.offset(branch, kv_head, num_heads // group)
         same_segment = p[:, None] // segment == p[None, :] // segment
         joined[kv_head * group : (kv_head + 1) * group] = kept[:, None] & kept[None, :] & same_segment
     if is_causal:
@@ -147,13 +152,13 @@ def _holds_tokens_alone(source: list[int], joined: Tensor, num_tokens: int) -> b
     return source[:num_tokens] == list(range(num_tokens)) and not bool(joined[:, :num_tokens, num_tokens:].any())
 
 
-def _rows(pattern: DilatedPattern, branch: int, num_tokens: int) -> tuple[list[int], int]:
+def _rows(pattern: DilatedPattern, branch: Segments, num_tokens: int) -> tuple[list[int], int]:
     """The token at each row of the branch's (possibly padded) sequence, -1 for a zero row, and the rows per segment.
 
     torchscale (`zero_padding`) pads the sequence to whole segments, then every segment to a multiple of the rate, and never takes
     the second padding out again: its rows are read back as positions, so the outputs shift where the rate does not divide.
     """
-    length, rate = pattern.segments("the definition")[branch]
+    length, rate = branch
     if not pattern.zero_padding:
         return list(range(num_tokens)), length
     length = min(length, num_tokens)

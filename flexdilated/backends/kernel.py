@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.core.pieces import Piece
+from flexdilated.core.pieces import UNBOUNDED, Piece
 from flexdilated.core.request import Request
 from flexdilated.core.tracing import answers_while_traced
 
@@ -36,12 +36,20 @@ class Options(NamedTuple):
     """What a kernel call needs besides its tensors.
 
     `ignored` is `(batch, keys)` bool, True for a key that no query may see. Ignored keys and values hold zeros.
+    `band` is the least and the largest `key row - query row` of the pairs that join; None: those of `is_causal`.
     """
 
     is_causal: bool
     scale: float
     ignored: Tensor | None = None
     dropout: Dropout | None = None
+    band: tuple[int, int] | None = None
+
+    def within(self, piece: Piece) -> Options:
+        """With the pairs that a piece joins."""
+        if piece.low == -UNBOUNDED and piece.high in (0, UNBOUNDED):
+            return self._replace(is_causal=piece.high == 0)
+        return self._replace(is_causal=False, band=(piece.low, piece.high))
 
 
 def draw_seed(dropout_p: float, first_sequence: int) -> Tensor:
@@ -104,6 +112,10 @@ Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, options)
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # (dout, q, k, v, out, lse, options)
 
 
+# How a kernel takes the band of a window: as bounds of its loops, as a mask, or not at all.
+Windows = Literal["bounds", "mask", "none"]
+
+
 class InPlace(Protocol):
     """A kernel that reads whole tensors `(B, N, H, D)` in place, piece by piece, and adds to the outputs.
 
@@ -148,6 +160,7 @@ class Kernel:
     head_dim_multiple: int = 1
     shares_kv: bool = True  # whether k and v may have fewer heads than q
     takes_dlse: bool = False  # whether `run_backward` takes `dlse=`, the gradient of lse or None; others get a column for it
+    windows: Windows = "none"
     writes: bool = False  # whether both take `into=`, memory of any strides for out, or for `(dq, dk, dv)`
     in_place: Callable[[], InPlace] | None = None  # gives what works on whole `(B, N, H, D)` tensors; called at run time
 
@@ -156,6 +169,10 @@ class Kernel:
 
         `into`: the memory that out is written to and returned as.
         """
+        if self._turns(q, k, options):
+            (q, k, v), options = (x.flip(2) for x in (q, k, v)), _turned(options)
+            out, lse = (x.flip(2) for x in self.forward(q, k, v, options))
+            return out if into is None else into.copy_(out), lse
         head_dim = q.shape[-1]
         if not LEAST_SCALE <= options.scale <= MOST_SCALE:
             q, options, _ = with_positive_scale(q, options)
@@ -166,7 +183,7 @@ class Kernel:
         out = out if out.shape[-1] == head_dim else out[..., :head_dim]
         if options.ignored is not None:
             # Kernels disagree about rows that a mask empties (aten's CPU flash returns lse = 0): say it ourselves.
-            empty = _empty_rows(options.ignored, options.is_causal)
+            empty = _empty_rows(options, q.shape[2])
             lse = lse.masked_fill(empty[:, None], -math.inf)
             out = out.masked_fill(empty[:, None, :, None], 0.0)
         return out if into is None or writes else into.copy_(out), lse
@@ -190,6 +207,12 @@ class Kernel:
         The gradient of lse needs no kernel of its own: `ds = p (dout v^T - (rowsum(dout out) - dlse))` is the usual formula with
         one more column: `dlse` in dout, -1 in out, 0 in q, k and v.
         """
+        if self._turns(q, k, options):
+            dout, q, k, v, out, lse = (x.flip(2) for x in (dout, q, k, v, out, lse))
+            dlse = None if dlse is None else dlse.flip(2)
+            grads = self.backward(dout, dlse, q, k, v, out=out, lse=lse, options=_turned(options))
+            dq, dk, dv = (x.flip(2) for x in grads)
+            return dq, dk, dv
         head_dim, kv_heads, factor = q.shape[-1], k.shape[1], 1.0
         if not LEAST_SCALE <= options.scale <= MOST_SCALE:
             q, options, factor = with_positive_scale(q, options)
@@ -212,6 +235,10 @@ class Kernel:
                 target.copy_(grad)
             return into[0], into[1], into[2]
         return dq, dk, dv
+
+    def _turns(self, q: Tensor, k: Tensor, options: Options) -> bool:
+        """Whether a band is computed as a causal mask, from the last row to the first: a kernel without bands knows no other."""
+        return options.band is not None and self.windows == "none" and is_mirrored(options.band, q.shape[2], k.shape[2])
 
     def _can_write(self, head_dim: int, *into: Tensor) -> bool:
         """Whether a kernel that writes can write its results into these tensors."""
@@ -239,19 +266,47 @@ def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options, f
     return q * factor, options._replace(scale=scale), factor
 
 
-def _empty_rows(ignored: Tensor, is_causal: bool) -> Tensor:
+def is_mirrored(band: tuple[int, int], queries: int, keys: int) -> bool:
+    """Whether each row sees the keys from its own row on, as many as there are queries: a causal mask from behind."""
+    return band[0] == 0 and band[1] >= keys - 1 and queries == keys
+
+
+def _turned(options: Options) -> Options:
+    """The options of a mirrored band for rows in reverse order."""
+    ignored = None if options.ignored is None else options.ignored.flip(1)
+    return options._replace(is_causal=True, band=None, ignored=ignored)
+
+
+def _empty_rows(options: Options, rows: int) -> Tensor:
     """The queries that see no key: `(batch, rows)`, or `(batch, 1)` where all see the same keys."""
-    visible = ~ignored
-    if is_causal:
+    assert options.ignored is not None
+    visible = ~options.ignored
+    if options.is_causal:
         return visible.cumsum(dim=1) == 0
-    return ~visible.any(dim=1, keepdim=True)
+    if options.band is None:
+        return ~visible.any(dim=1, keepdim=True)
+    before = F.pad(visible.cumsum(dim=1), (1, 0))  # (batch, keys + 1): the visible keys before each
+    row = torch.arange(rows, device=visible.device)
+    first, end = ((row + bound).clamp(0, visible.shape[1]) for bound in (options.band[0], options.band[1] + 1))
+    return before[:, end] <= before[:, first]
 
 
-def bias_of(ignored: Tensor, q: Tensor) -> Tensor:
-    """`ignored` as an additive mask `(batch, 1, 1, rows)` in the dtype of the queries."""
+def bias_of(options: Options, q: Tensor, keys: int) -> Tensor | None:
+    """Ignored keys and the band as an additive mask `(batch or 1, 1, rows or 1, keys)` in the dtype of the queries."""
+    if options.ignored is None and options.band is None:
+        return None
     # Contiguous whatever the strides of `ignored`: the CPU kernel of older torch reads a mask as if its last stride were 1.
-    bias = torch.zeros(ignored.shape, dtype=q.dtype, device=q.device)
-    return bias.masked_fill_(ignored, -math.inf)[:, None, None, :]
+    rows, batch = 1 if options.band is None else q.shape[2], 1 if options.ignored is None else q.shape[0]
+    bias = torch.zeros((batch, 1, rows, keys), dtype=q.dtype, device=q.device)
+    if options.band is not None:
+        bias.masked_fill_(~in_band(options.band, rows, keys, q.device), -math.inf)
+    return bias if options.ignored is None else bias.masked_fill_(options.ignored[:, None, None, :], -math.inf)
+
+
+def in_band(band: tuple[int, int], rows: int, keys: int, device: torch.device) -> Tensor:
+    """`(rows, keys)`: whether a pair is in a band."""
+    apart = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None]
+    return (apart >= band[0]) & (apart <= band[1])
 
 
 def aligned(x: Tensor) -> Tensor:

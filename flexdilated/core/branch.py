@@ -1,8 +1,9 @@
 """The kinds of branches of a pattern, and the rule of each: what a head keeps, which pairs join, how many, and how far apart.
 
-The class of a branch is its kind. There is one: segments. `Kept` is a branch as one head keeps it. Code that computes something
-from branches asks the pattern for those of the kinds that it knows (`DilatedPattern.segments`, `DilatedPattern.kept`), with its own
-name: a branch of another kind raises, and is never left out of a result.
+The class of a branch is its kind. There are two: segments, and a sliding window. `Kept` is a branch of segments as one head keeps
+it. Code that computes something from branches asks the pattern for those of the kinds that it knows (`DilatedPattern.split` for
+both, `DilatedPattern.segments` for segments alone), with its own name: a branch of another kind raises, and is never left out of a
+result.
 """
 
 from __future__ import annotations
@@ -18,7 +19,27 @@ class Segments(NamedTuple):
     dilation_rate: int
 
 
-Branch = Segments  # the kinds of branches
+class Window(NamedTuple):
+    """A branch in which every head sees, from every position, the keys nearest to it."""
+
+    size: int  # causal: the keys that a query sees, its own among them; else those on either side of it, its own counted on both
+
+    def joins(self, query: Any, key: Any) -> Any:
+        """Whether a query and a key, not causal, are near enough."""
+        return (query - key < self.size) & (key - query < self.size)
+
+    def band(self, *, is_causal: bool) -> tuple[int, int]:
+        """The least and the largest `key - query` of the pairs that join."""
+        return 1 - self.size, 0 if is_causal else self.size - 1
+
+    def count_pairs(self, num_tokens: int, *, is_causal: bool) -> int:
+        """The number of joined pairs in a sequence."""
+        size = min(self.size, num_tokens)
+        before = size * num_tokens - size * (size - 1) // 2  # and at the query itself
+        return before if is_causal else 2 * before - num_tokens
+
+
+Branch = Segments | Window  # the kinds of branches
 
 
 class Kept(NamedTuple):
@@ -71,6 +92,17 @@ class HeadRun(NamedTuple):
     start: int
     step: int
     heads: int
+
+
+def split_kinds(branches: Iterable[object], consumer: str) -> tuple[tuple[Segments, ...], Window | None]:
+    """The segments among branches and the window, for code that knows both kinds.
+
+    Raises:
+        NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
+    """
+    *others, last = branches
+    window = last if isinstance(last, Window) else None
+    return segments_among(others if window else (*others, last), consumer), window
 
 
 def segments_among(branches: Iterable[object], consumer: str) -> tuple[Segments, ...]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.custom_op import Flat
+from flexdilated.core.encoding import encode
 from flexdilated.core.functorch import is_mapped, is_transformed
-from flexdilated.core.pattern import DilatedPattern, encode
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.request import Request
 from flexdilated.core.tracing import holds_values, is_symbolic, uncached
 
@@ -83,6 +84,7 @@ class Call(NamedTuple):
             differentiable=torch.is_grad_enabled() and (self.learns or q.requires_grad or k.requires_grad or v.requires_grad),
             transformed=is_transformed(q, k, v),
             wants_lse=self.return_lse,
+            windows_alone=self.pattern.windows_alone,
             dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]),
         )
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
+from flexdilated.core.encoding import decode
 from flexdilated.core.lse import accumulated
-from flexdilated.core.pattern import DilatedPattern, decode
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import uncached
 
 GRADIENT_MESSAGE = (

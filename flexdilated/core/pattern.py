@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from flexdilated.core.boundaries import first_near_ends, is_crossed
-from flexdilated.core.branch import Branch, HeadRun, Kept, Segments, ceil_div, segments_among
+from flexdilated.core.branch import Branch, HeadRun, Kept, Segments, Window, ceil_div, segments_among, split_kinds
 from flexdilated.core.integers import as_integer, at_least_one, index_below, integer_tuple
 from flexdilated.core.pattern_svg import branches_svg
 
@@ -33,14 +33,19 @@ class DilatedPattern:
     [0, 0, 1, 1, 2, 2, 3, 3]
 
     Branch `i` cuts the sequence in segments of `w_i` tokens and keeps, for head `h`, the positions `p` with `(p % w_i) % r_i ==
-    offset(i, h)`. Kept queries attend to kept keys of their own segment. All branches share one softmax.
+    offset(i, h)`. Kept queries attend to kept keys of their own segment. A sliding window is one more branch, of all heads. All
+    branches share one softmax: a pair that two of them join counts twice.
     Source: LongNet, arXiv 2307.02486, sections 2.2-2.3; offsets and zero padding as published in torchscale.
 
     Args:
-        segment_lengths: Tokens per segment, one length per branch, each in `[1, 2**40]`; it may exceed the sequence.
+        segment_lengths: Tokens per segment, one length per branch, each in `[1, 2**40]`; it may exceed the sequence. Empty only
+            beside a window.
         dilation_rates: Every r-th token of a segment is kept, one rate per branch, `1 <= r <= w`.
+        window: Size w of a sliding window, in `[1, 2**40]`, or None. A causal query sees itself and the w - 1 tokens before it, as
+            Mistral counts; another one also the w - 1 tokens after it. A window ends at the border of a packed document.
         heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: each branch has a contiguous group of (key/value)
-            heads, the first `H % K` groups one head larger; offset `i % r_i`; tokens that are not kept give 0.
+            heads, the first `H % K` groups one head larger; offset `i % r_i`; tokens that are not kept give 0. A window is run by
+            all heads.
         offsets: Which residue a head keeps when `heads="all"`. `"blocked"`: `h // ceil(H / r)` (torchscale, GigaPath, LongViT).
             `"interleaved"`: `h % r` (the text of the paper).
         zero_padding: Reproduce torchscale's zero keys: keys and values are padded with zeros to whole segments and whole rates,
@@ -49,12 +54,14 @@ class DilatedPattern:
         detach_weights: Reproduce torchscale's gradient, which treats the mixing weights of the branches as constants.
 
     Raises:
-        ValueError: If the tuples are empty, differ in length or hold more than 256, a number is out of range or a rule unknown.
-        TypeError: If a length or a rate is not an integer, or a flag is not a bool.
+        ValueError: If the tuples are empty without a window, differ in length or hold more than 256, a number is out of range or a
+            rule unknown.
+        TypeError: If a length, a rate or the window is not an integer, or a flag is not a bool.
     """
 
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
+    segment_lengths: tuple[int, ...] = ()
+    dilation_rates: tuple[int, ...] = ()
+    window: int | None = field(default=None, kw_only=True)
     heads: Heads = field(default="all", kw_only=True)
     offsets: Offsets = field(default="blocked", kw_only=True)
     zero_padding: bool = field(default=False, kw_only=True)
@@ -63,8 +70,12 @@ class DilatedPattern:
     def __post_init__(self) -> None:
         object.__setattr__(self, "segment_lengths", integer_tuple("segment_lengths", self.segment_lengths))
         object.__setattr__(self, "dilation_rates", integer_tuple("dilation_rates", self.dilation_rates))
-        if not self.segment_lengths:
-            raise ValueError("segment_lengths must hold at least one length, got ()")
+        if self.window is not None:
+            object.__setattr__(self, "window", at_least_one("window", self.window))
+            if self.window > MAX_LENGTH:
+                raise ValueError(f"window must be at most {MAX_LENGTH}, got {self.window}")
+        if not self.segment_lengths and self.window is None:
+            raise ValueError("segment_lengths must hold at least one length where there is no window, got ()")
         if len(self.segment_lengths) > MAX_BRANCHES:
             raise ValueError(
                 f"segment_lengths must hold at most {MAX_BRANCHES} lengths, one for each branch, got {len(self.segment_lengths)}"
@@ -189,7 +200,7 @@ class DilatedPattern:
         >>> DilatedPattern((8,), (2,)).to_dict()['segment_lengths']
         [8]
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "window" or self.window is not None}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
@@ -210,7 +221,7 @@ class DilatedPattern:
         if unknown:
             raise ValueError(f"pattern keys must be among {sorted(known)}, got {unknown}")
         missing = sorted({"segment_lengths", "dilation_rates"} - set(values))
-        if missing:
+        if missing and values.get("window") is None:
             raise ValueError(f"pattern keys must include segment_lengths and dilation_rates, {missing} missing")
         return cls(**values)
 
@@ -224,8 +235,25 @@ class DilatedPattern:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """The branches, in order: `(segment length, dilation rate)` each. The class of a branch is its kind."""
-        return tuple(Segments(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates))
+        """The branches, in order: segments, `(segment length, dilation rate)` each, then the window if there is one.
+
+        The class of a branch is its kind.
+        """
+        segments = tuple(Segments(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates))
+        return segments if self.window is None else (*segments, Window(self.window))
+
+    def split(self, consumer: str) -> tuple[tuple[Segments, ...], Window | None]:
+        """The segments and the window, for code that knows both. Branch number `len(segments)` is the window.
+
+        Raises:
+            NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
+        """
+        return split_kinds(self.branches, consumer)
+
+    @property
+    def windows_alone(self) -> bool:
+        """Whether the window's own lse is a constant of the gradient: its pairs must then be computed together."""
+        return self.window is not None and self.detach_weights and len(self.branches) > 1
 
     def segments(self, consumer: str) -> tuple[Segments, ...]:
         """The branches, for code that knows segments alone.
@@ -236,14 +264,14 @@ class DilatedPattern:
         return segments_among(self.branches, consumer)
 
     def kept(self, head: int, num_heads: int, consumer: str) -> tuple[Kept, ...]:
-        """The branches that a head runs, in order, as it keeps them.
+        """The branches of segments that a head runs, in order, as it keeps them, for code that knows the window as well.
 
         Raises:
-            NotImplementedError: As `segments`.
+            NotImplementedError: As `split`.
         """
         return tuple(
             Kept(length, rate, self.offset(i, head, num_heads))
-            for i, (length, rate) in enumerate(self.segments(consumer))
+            for i, (length, rate) in enumerate(self.split(consumer)[0])
             if head in self.head_range(i, num_heads)
         )
 
@@ -271,16 +299,16 @@ class DilatedPattern:
             ValueError: If the pattern has no such branch, or more groups of heads than there are heads.
             TypeError: If a number is not an integer.
         """
-        branch, num_heads = index_below("branch", branch, len(self.segment_lengths)), as_integer("num_heads", num_heads)
+        branch, num_heads = index_below("branch", branch, len(self.branches)), as_integer("num_heads", num_heads)
         self.check_heads(num_heads)
-        if self.heads == "all":
+        if self.heads == "all" or branch == len(self.segment_lengths):
             return range(num_heads)
         size, larger = num_heads // len(self.segment_lengths), num_heads % len(self.segment_lengths)  # a symbol has no divmod
         start = branch * size + min(branch, larger)
         return range(start, start + size + (branch < larger))
 
     def offset(self, branch: int, head: int, num_heads: int) -> int:
-        """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`.
+        """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`; 0 for the window.
 
         >>> DilatedPattern((16,), (4,)).offset(0, head=7, num_heads=8)
         3
@@ -289,7 +317,9 @@ class DilatedPattern:
             ValueError: If there is no such branch or head.
             TypeError: If a number is not an integer.
         """
-        branch, head = index_below("branch", branch, len(self.segment_lengths)), index_below("head", head, num_heads)
+        branch, head = index_below("branch", branch, len(self.branches)), index_below("head", head, num_heads)
+        if branch == len(self.segment_lengths):
+            return 0
         rate = self.dilation_rates[branch]
         if self.heads == "grouped":
             return branch % rate
@@ -353,8 +383,11 @@ class DilatedPattern:
         """
         num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
         self.check_heads(num_heads)
+        segments, window = self.split("crosses_boundaries")
+        if window is not None and window.size > 1:  # each token sees the one before it
+            return None
         block = self.run_of_neighbours
-        branches = [(*branch, self.kept_offsets(i, num_heads)) for i, branch in enumerate(self.segments("crosses_boundaries"))]
+        branches = [(*branch, self.kept_offsets(i, num_heads)) for i, branch in enumerate(segments)]
         far = {(length, rate) for length, rate, kept in branches if 1 < rate <= (block + 1) // 2 and len(kept) == rate}
         if any(length >= num_tokens for length, _ in far):
             return None
@@ -370,8 +403,8 @@ class DilatedPattern:
 
     @property
     def run_of_neighbours(self) -> int:
-        """Tokens of the runs in which rate-1 branches join each token to the next, 1 without such a branch."""
-        return math.lcm(*(length for length, rate in self.segments("run_of_neighbours") if rate == 1))
+        """Tokens of the runs in which segments of rate 1 join each token to the next, 1 without such a branch."""
+        return math.lcm(*(length for length, rate in self.split("run_of_neighbours")[0] if rate == 1))
 
     def kept_offsets(self, branch: int, num_heads: int) -> range:
         """The residues modulo the rate of a branch that some head keeps."""
@@ -382,7 +415,10 @@ class DilatedPattern:
 
     def first_token_without_head(self, num_tokens: int, num_heads: int) -> int | None:
         """The first of the tokens that no head of any branch keeps; None if there is none among the first 1,024."""
-        kept = [(w, r, self.kept_offsets(i, num_heads)) for i, (w, r) in enumerate(self.segments("first_token_without_head"))]
+        segments, window = self.split("first_token_without_head")
+        if window is not None:
+            return None
+        kept = [(w, r, self.kept_offsets(i, num_heads)) for i, (w, r) in enumerate(segments)]
         tokens = range(0 if any(len(offsets) == r for _, r, offsets in kept) else min(num_tokens, 1024))
         return next((p for p in tokens if all(p % w % r not in offsets for w, r, offsets in kept)), None)
 
@@ -402,27 +438,9 @@ class DilatedPattern:
         if not isinstance(is_causal, bool):
             raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
         num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
-        total = 0
-        for branch, (length, rate) in enumerate(self.segments("count_pairs")):
+        segments, window = self.split("count_pairs")
+        total = 0 if window is None else num_heads * window.count_pairs(num_tokens, is_causal=is_causal)
+        for branch, (length, rate) in enumerate(segments):
             for run in self.head_runs(branch, num_heads):
                 total += run.heads * Kept(length, rate, run.offset).count_pairs(num_tokens, is_causal=is_causal)
         return total
-
-
-def encode(pattern: DilatedPattern) -> list[int]:
-    """A pattern as integers, for the schema of an operator, which knows no patterns; `decode` is the inverse.
-
-    The flags and the places of `heads` and `offsets`, then two integers for each branch.
-
-    Raises:
-        NotImplementedError: If a branch is of another kind than segments.
-    """
-    rules = [HEADS.index(pattern.heads), OFFSETS.index(pattern.offsets), int(pattern.zero_padding), int(pattern.detach_weights)]
-    return rules + [number for branch in pattern.segments("the encoding of operators") for number in branch]
-
-
-def decode(numbers: Sequence[int]) -> DilatedPattern:
-    """The pattern of the integers that `encode` gave. Lengths and rates may be symbols of a compiler."""
-    heads, offsets, zeros, detached = (int(number) for number in numbers[:4])
-    rules: Any = {"heads": HEADS[heads], "offsets": OFFSETS[offsets], "zero_padding": bool(zeros), "detach_weights": bool(detached)}
-    return DilatedPattern(tuple(numbers[4::2]), tuple(numbers[5::2]), **rules)

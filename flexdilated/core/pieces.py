@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.bounded_cache import DOCUMENT, PIECE, recent
-from flexdilated.core.branch import HeadRun, Kept, ceil_div
+from flexdilated.core.branch import HeadRun, Kept, Window, ceil_div
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import uncached
 
+UNBOUNDED = 1 << 40  # in a band: as far as there are rows
+
 
 class Piece(NamedTuple):
-    """Dense attention over one box of rows: `segments x offsets x heads` independent softmaxes of `rows` queries and keys.
+    """Dense attention of a box of queries and a box of keys: `segments x offsets x heads` independent softmaxes.
 
-    Row `l` of segment `s`, offset `c`, head `j` is token `token + s * segment_stride + c + l * row_stride` of key/value head
-    `head + c * offset_head_step + j * head_step`.
+    Query row `l` of segment `s`, offset `c`, head `j` is token `token + s * segment_stride + c + l * row_stride` of key/value head
+    `head + c * offset_head_step + j * head_step`. Key rows are counted from `key_token` in the same way. In pieces of segments both
+    boxes are the same; in those of a window they may differ. Pairs join whose rows are in a band, `low <= key - query <= high`.
     """
 
     token: int  # of row 0, segment 0, offset 0
@@ -30,11 +33,24 @@ class Piece(NamedTuple):
     head: int  # key/value head of the first offset
     heads: int  # of each offset
     head_step: int  # key/value heads
-    rows: int  # queries, and keys, of one softmax
+    rows: int  # queries of one softmax
     row_stride: int  # tokens: the dilation rate
+    key_token: int  # as `token`, of the keys
+    keys: int  # of one softmax
+    low: int  # of `key row - query row`: the least of the pairs that join
+    high: int  # and the largest
     zero_keys: int  # torchscale's zero keys, which take part in every softmax
     covers: bool  # one of the first pieces, which together hold every position of every head once
-    branch: int  # number of its branch; pieces of one branch share no output
+    branch: int  # number of its branch; pieces of segments share no output, those of a window may
+
+    @property
+    def of_keys(self) -> Piece:
+        """The box of keys, as that of queries."""
+        return self._replace(token=self.key_token, rows=self.keys)
+
+    def moved(self, tokens: int) -> Piece:
+        """Both boxes so many tokens later."""
+        return self._replace(token=self.token + tokens, key_token=self.key_token + tokens)
 
 
 Documents = tuple[tuple[int, int], ...]  # of each `(first token, number of tokens)`
@@ -122,7 +138,7 @@ def shifted_branches(pattern: DilatedPattern, num_tokens: int) -> tuple[int, ...
     """
     if not pattern.zero_padding:
         return ()
-    branches = enumerate(pattern.segments("torchscale's shift"))
+    branches = enumerate(pattern.split("torchscale's shift")[0])
     return tuple(i for i, (length, rate) in branches if length % rate and num_tokens > length)
 
 
@@ -157,8 +173,9 @@ def _plan(
 
 def everything_kept(pattern: DilatedPattern) -> int | None:
     """The first branch that keeps every position of every head, if there is one."""
-    branches = pattern.segments("pieces")
-    return next((i for i, (_, rate) in enumerate(branches) if rate == 1 and pattern.heads == "all"), None)
+    segments, window = pattern.split("pieces")
+    found = next((i for i, (_, rate) in enumerate(segments) if rate == 1 and pattern.heads == "all"), None)
+    return len(segments) if found is None and window is not None else found
 
 
 def branch_order(pattern: DilatedPattern) -> list[int]:
@@ -183,7 +200,12 @@ def segment_pieces(
 
     `runs` are the pattern's `head_runs` of the branch, where they are known.
     """
-    length, rate = pattern.segments("pieces")[branch]
+    all_segments, window = pattern.split("pieces")
+    if branch == len(all_segments) and window is not None:
+        for run in pattern.head_runs(branch, num_heads, within):
+            yield _window_piece(window, start, num_tokens, run=run, is_causal=is_causal, covers=covers, branch=branch)
+        return
+    length, rate = all_segments[branch]
     length = min(length, num_tokens)
     sizes = list(_segment_sizes(length, num_tokens, segments))
     alike: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
@@ -203,10 +225,40 @@ def segment_pieces(
                 head_step=step,
                 rows=rows.rows,
                 row_stride=rate,
+                key_token=start + rows.first * length + first.offset,
+                keys=rows.rows,
+                low=-UNBOUNDED,
+                high=0 if is_causal else UNBOUNDED,
                 zero_keys=rows.zero_keys,
                 covers=covers,
                 branch=branch,
             )
+
+
+def _window_piece(
+    window: Window, start: int, num_tokens: int, *, run: HeadRun, is_causal: bool, covers: bool, branch: int
+) -> Piece:
+    """A window over a document: all its tokens in one box."""
+    low, high = window.band(is_causal=is_causal) if window.size < num_tokens else (-UNBOUNDED, 0 if is_causal else UNBOUNDED)
+    return Piece(
+        token=start,
+        segments=1,
+        segment_stride=num_tokens,
+        offsets=1,
+        offset_head_step=0,
+        head=run.start,
+        heads=run.heads,
+        head_step=run.step,
+        rows=num_tokens,
+        row_stride=1,
+        key_token=start,
+        keys=num_tokens,
+        low=low,
+        high=high,
+        zero_keys=0,
+        covers=covers,
+        branch=branch,
+    )
 
 
 def document_pieces(
@@ -254,7 +306,7 @@ def _repeated(piece: Piece, ahead: int, count: int, stride: int) -> Iterator[Pie
         shift = range(0, piece.segments * piece.segment_stride, piece.segment_stride)
         piece = piece._replace(segments=count, segment_stride=stride)
     for first in shift:
-        yield piece._replace(token=piece.token + ahead + first)
+        yield piece.moved(ahead + first)
 
 
 def _segment_sizes(length: int, num_tokens: int, segments: range | None) -> Iterator[_Sizes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,7 @@ def _attend_shifted(
     q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, spans: Documents, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """A shifted branch alone."""
-    length, rate = call.pattern.segments("torchscale's shift")[branch]
+    length, rate = call.pattern.split("torchscale's shift")[0][branch]
     longer = [size + (size // length * (-length % rate) if size > length else 0) for _, size in spans]
     lengths = list(call.pattern.segment_lengths)
     lengths[branch] = length + -length % rate
@@ -85,11 +86,16 @@ def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, att
     """One branch of a call alone: 0 and -inf in heads that do not run it."""
     pattern, kv_heads = call.pattern, k.shape[2]
     held = _held(call, branch, kv_heads)
-    length, rate = pattern.segments("torchscale's shift")[branch]
-    alone = replace(pattern, segment_lengths=(length,), dilation_rates=(rate,), heads="all", detach_weights=False)
+    segments, _ = pattern.split("torchscale's shift")
+    rules: dict[str, Any] = {"heads": "all", "detach_weights": False}
+    if branch < len(segments):
+        length, rate = segments[branch]
+        alone = replace(pattern, segment_lengths=(length,), dilation_rates=(rate,), window=None, **rules)
+    else:
+        alone = replace(pattern, segment_lengths=(), dilation_rates=(), **rules)
     call = call._replace(pattern=alone, return_lse=True)
     assert call.num_heads is not None
-    if pattern.heads == "grouped":
+    if pattern.heads == "grouped" and branch < len(segments):
         # The branch's heads keep one offset: that of as many blocked heads in a model of `rate` times as many.
         run, group = pattern.head_range(branch, call.num_heads), q.shape[2] // kv_heads
         beside = (group * held.start, group * (kv_heads - held.stop))
@@ -102,7 +108,7 @@ def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, att
         )
     out, lse = attend(q, k, v, call)
     assert lse is not None
-    return (out, lse) if pattern.heads == "all" else (F.pad(out, (0, 0, *beside)), F.pad(lse, (0, 0, *beside), value=-torch.inf))
+    return (out, lse) if len(held) == kv_heads else (F.pad(out, (0, 0, *beside)), F.pad(lse, (0, 0, *beside), value=-torch.inf))
 
 
 def _insert(x: Tensor, spans: Documents, length: int, rate: int) -> Tensor:

@@ -125,7 +125,7 @@ def slabs_of(
     found = []
     for piece in pieces:
         if packed:
-            parts = slabs(piece, batch, piece.offsets * piece.heads * piece.rows * packed, most)
+            parts = slabs(piece, batch, piece.offsets * piece.heads * max(piece.rows, piece.keys) * packed, most)
         else:
             parts = view_parts(piece, batch, num_tokens, group, most, offsets_apart=offsets_apart)
         found += [(piece, part) for part in parts]
@@ -143,11 +143,13 @@ class SlabLayout(NamedTuple):
 
 
 @recent(size=lambda found, *arguments: 2 * PIECE * len(found))
-def layouts(slabs: Slabs, size: tuple[int, ...], strides: tuple[int, ...], group: int) -> tuple[SlabLayout, ...]:
-    """The layouts of slabs in a tensor `(B, N, H, D)`, by its size and strides; it has `group` heads for each key/value head."""
+def layouts(
+    slabs: Slabs, size: tuple[int, ...], strides: tuple[int, ...], group: int, of_keys: bool = False
+) -> tuple[SlabLayout, ...]:
+    """The layouts of slabs' queries, or keys, in a tensor `(B, N, H, D)`, which has `group` heads for each key/value head."""
     found = []
     for piece, part in zip(slabs.pieces, slabs.parts):
-        sizes, steps, start = box_layout(piece, size, strides, group)
+        sizes, steps, start = box_layout(piece.of_keys if of_keys else piece, size, strides, group)
         chosen = [range(n)[some] for n, some in zip(sizes, part)]  # a view of a view
         start += sum(some.start * step for some, step in zip(chosen, steps))
         sizes = (*map(len, chosen), *sizes[len(chosen) :])

@@ -11,9 +11,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated.core.branch import Kept
 from flexdilated.core.call import MaskMod
+from flexdilated.core.encoding import decode, encode
 from flexdilated.core.functorch import in_no_mode
 from flexdilated.core.integers import is_integer
-from flexdilated.core.pattern import DilatedPattern, decode, encode
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import uncached
 from flexdilated.masks.blocks import BlockLists, Order, block_lists, head_branches, most_columns
 from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding

@@ -24,7 +24,7 @@ from flexdilated.backends.flex import rows, tiles
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.core.call import Call
-from flexdilated.core.pattern import encode
+from flexdilated.core.encoding import encode
 from flexdilated.masks.blocks import block_lists, head_branches
 from tests.backends import flex_emulation
 from tests.cases import Case, calls, dense_attention, least_heads, patterns

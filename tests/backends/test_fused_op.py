@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends.dense import piece_loop
-from flexdilated.core.pattern import encode
+from flexdilated.core.encoding import encode
 from tests.cases import Case, differentiate
 from tests.distributed.processes import run_ranks
 from tests.tolerances import EXACT

@@ -29,7 +29,7 @@ from flexdilated.backends.autograd import portable
 from flexdilated.backends.autograd.grids import draw_grids
 from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call
-from flexdilated.core.pattern import decode, encode
+from flexdilated.core.encoding import decode, encode
 from flexdilated.core.pieces import plan_pieces
 from flexdilated.core.shifted import is_shifted
 from flexdilated.distributed.planner.plan import context_plan
@@ -129,7 +129,13 @@ def test_kept_agrees_with_loops(length: int, rate: int, offset: int) -> None:
 @pytest.mark.parametrize("field", dataclasses.fields(DilatedPattern), ids=lambda field: field.name)
 def test_every_field_of_a_pattern_survives_an_operator(field: dataclasses.Field[Any]) -> None:
     pattern = DilatedPattern((7, 31), (2, 3))
-    others: dict[str, Any] = {"segment_lengths": (11, 31), "dilation_rates": (2, 5), "heads": "grouped", "offsets": "interleaved"}
+    others: dict[str, Any] = {
+        "segment_lengths": (11, 31),
+        "dilation_rates": (2, 5),
+        "heads": "grouped",
+        "offsets": "interleaved",
+        "window": 9,
+    }
     changed = dataclasses.replace(pattern, **{field.name: others.get(field.name, not getattr(pattern, field.name))})
 
     assert changed != pattern

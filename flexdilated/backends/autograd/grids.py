@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flexdilated.core.branch import Kept, ceil_div
 from flexdilated.core.checks import refuse_zero_keys
-from flexdilated.core.pattern import DilatedPattern, decode, encode
+from flexdilated.core.encoding import decode, encode
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import plan_pieces
 from flexdilated.core.tracing import is_symbolic
 

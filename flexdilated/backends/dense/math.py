@@ -38,6 +38,9 @@ def _scores(q: Tensor, k: Tensor, start: int, options: Options) -> Tensor:
     rows, keys = torch.arange(start, start + q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
     if options.is_causal:
         scores = scores.masked_fill(keys > rows[:, None], -math.inf)
+    if options.band is not None:
+        apart = keys - rows[:, None]
+        scores = scores.masked_fill((apart < options.band[0]) | (apart > options.band[1]), -math.inf)
     if options.ignored is not None:
         scores = scores.masked_fill(options.ignored[:, None, None, :], -math.inf)
     return scores
@@ -90,4 +93,4 @@ def _backward(
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-MATH = Kernel("math", _why_not, _forward, _backward, shares_kv=False)
+MATH = Kernel("math", _why_not, _forward, _backward, shares_kv=False, windows="mask")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends import choose_kernel
+from flexdilated.backends.dense.windows import dense_pieces
 from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, spread
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core.custom_op import Flat, Inputs
@@ -39,11 +40,14 @@ class Slab(NamedTuple):
 
 
 class Rows:
-    """The rows of slabs in a tensor `(B, N, H, ...)`, which has `group` heads for each key/value head."""
+    """The rows of slabs' queries in a tensor `(B, N, H, ...)`; `of_keys`: those of keys.
 
-    def __init__(self, plan: Slabs, x: Tensor, group: int = 1) -> None:
+    The tensor has `group` heads for each key/value head.
+    """
+
+    def __init__(self, plan: Slabs, x: Tensor, group: int = 1, *, of_keys: bool = False) -> None:
         self.x, self.first, self.apart = x, x.storage_offset(), plan.offsets_apart
-        self.layouts = layouts(plan, x.shape, x.stride(), group)
+        self.layouts = layouts(plan, x.shape, x.stride(), group, of_keys)
 
     def box(self, slab: Slab) -> Tensor:
         """The rows as `b s o h g r d`."""
@@ -68,13 +72,18 @@ class PieceLoop:
 
     def __init__(self, inputs: Inputs, flat: Flat, pieces: tuple[Piece, ...], seed: int | None) -> None:
         q, k, _, key_padding_mask, cu_seqlens, _ = inputs
-        self.pieces = pieces
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
-        self.detaches = flat.pattern.detach_weights
+        self.detaches = flat.pattern.detach_weights and len(flat.pattern.branches) > 1
         self._engine = flat.engine
-        self._request = Request.of(q, k, key_padding_mask, cu_seqlens, flat.dropout_p)
+        pattern = flat.pattern
+        self._request = Request.of(q, k, key_padding_mask, cu_seqlens, flat.dropout_p, windows_alone=pattern.windows_alone)
         self.kernel = choose_kernel(flat.engine, self._request)
+        if pattern.window is not None and self.kernel.windows != "bounds":
+            if self.kernel.in_place is not None:
+                raise NotImplementedError(f"{self.kernel.name} has no windows; use backend='sdpa'")
+            pieces = dense_pieces(pieces, self.kernel.windows == "mask", pattern.windows_alone)
+        self.pieces = pieces
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
         self.options = Options(flat.is_causal, flat.scale, key_padding_mask)
         self._dropout = None if seed is None else Dropout(flat.dropout_p, seed)
@@ -100,9 +109,9 @@ class PieceLoop:
     def slabs(self) -> Iterator[Slab]:
         """All slabs, in the order of the pieces."""
         plain = self.options._replace(ignored=None)
-        ignored = None if self._ignored is None else Rows(self.plan, self._ignored)
+        ignored = None if self._ignored is None else Rows(self.plan, self._ignored, of_keys=True)
         for number, piece in enumerate(self.plan.pieces):
-            slab = Slab(number, piece, plain)
+            slab = Slab(number, piece, plain.within(piece))
             if ignored is not None:
                 rows = fold(ignored.box(slab)[:, :, :, :1], offsets_apart=True)[:, 0, :, 0]
                 slab = slab._replace(options=slab.options._replace(ignored=rows))
@@ -177,7 +186,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
     if loop.in_place is not None:
         loop.in_place.forward(out, lse, q, k, v, pieces=loop.pieces, options=loop.options)
         return out, lse
-    given = Rows(loop.plan, q, loop.group), Rows(loop.plan, k), Rows(loop.plan, v)
+    given = Rows(loop.plan, q, loop.group), Rows(loop.plan, k, of_keys=True), Rows(loop.plan, v, of_keys=True)
     out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (out, lse.transpose(1, 2)[..., None]))
     for slab in loop.slabs():
         inputs = loop.inputs(slab, *given)
@@ -216,10 +225,13 @@ def backward(
         )
         return grads
     lse, dlse = for_backward(lse, dlse)
-    given, kernel = (Rows(loop.plan, q, loop.group), Rows(loop.plan, k), Rows(loop.plan, v)), loop.differentiating(dlse)
+    given, sum_rows = (
+        (Rows(loop.plan, x, loop.group), Rows(loop.plan, y, of_keys=True), Rows(loop.plan, z, of_keys=True))
+        for x, y, z in ((q, k, v), (dq, dk, dv))
+    )
+    kernel = loop.differentiating(dlse)
     dout_rows, out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (dout, out, lse.transpose(1, 2)[..., None]))
     dlse_rows = None if dlse is None else Rows(loop.plan, dlse.transpose(1, 2)[..., None], loop.group)
-    sum_rows = Rows(loop.plan, dq, loop.group), Rows(loop.plan, dk), Rows(loop.plan, dv)
     for slab in loop.slabs():
         inputs = loop.inputs(slab, *given)
         dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab).select(3, 0)

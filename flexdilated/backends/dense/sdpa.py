@@ -71,7 +71,7 @@ def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tup
     dtype = q.dtype
     if dtype in SLOW_ON_CPU:
         q, k, v = q.float(), k.float(), v.float()
-    bias = None if options.ignored is None else bias_of(options.ignored, q)
+    bias = bias_of(options, q, k.shape[2])
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, options.is_causal, attn_mask=bias, scale=options.scale
     )
@@ -83,7 +83,7 @@ def _cpu_flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.dtype in SLOW_ON_CPU:  # torch's backward takes 6 to 11 times as long in a slow one
         dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
-    bias = None if options.ignored is None else bias_of(options.ignored, q)
+    bias = bias_of(options, q, k.shape[2])
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, options.is_causal, attn_mask=bias, scale=options.scale
     )
@@ -110,6 +110,8 @@ def _fused_why_not(request: Request, most_head_dim: int, unmasked: str, flag: st
         return reason
     if request.masked:
         return unmasked
+    if request.windows_alone:
+        return "under detach_weights a window needs a mask, which it has not"
     if request.head_dim + request.dlse > most_head_dim:
         return f"head_dim must be at most {most_head_dim}, got {request.head_dim + request.dlse}"
     return disabled(flag)
@@ -200,18 +202,17 @@ def _efficient_why_not(request: Request) -> str | None:
     return _cuda_why_not(request, (5, 0), dtypes) or disabled("mem_efficient_sdp_enabled")
 
 
-def _efficient_bias(ignored: Tensor | None, q: Tensor) -> Tensor | None:
-    """The additive mask as `(batch, heads, rows, rows)`; its batch stride must be a multiple of 16 bytes, hence the padding."""
-    if ignored is None:
+def _efficient_bias(options: Options, q: Tensor, keys: int) -> Tensor | None:
+    """The additive mask as `(batch, heads, rows, keys)`; its batch stride must be a multiple of 16 bytes, hence the padding."""
+    bias = bias_of(options, q, keys)
+    if bias is None:
         return None
-    bias = bias_of(ignored, q)
-    keys = bias.shape[-1]
     return F.pad(bias, (0, -keys % 16))[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-        *(aligned(x) for x in (q, k, v)), _efficient_bias(options.ignored, q), True, 0.0, options.is_causal, scale=options.scale
+        *(aligned(x) for x in (q, k, v)), _efficient_bias(options, q, k.shape[2]), True, 0.0, options.is_causal, scale=options.scale
     )
     return out, lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
 
@@ -223,7 +224,7 @@ def _efficient_backward(
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         aligned(dout),
         *(aligned(x) for x in (q, k, v)),
-        _efficient_bias(options.ignored, q),
+        _efficient_bias(options, q, k.shape[2]),
         # Half-precision kernels find row m of `out` at m * heads * D elements, whatever its strides say. `dout`, which they read
         # along with it, aten copies itself.
         out.transpose(1, 2).contiguous().transpose(1, 2),
@@ -255,9 +256,17 @@ def preferred(request: Request) -> tuple[Kernel, ...]:
 
 KERNELS: tuple[Kernel, ...] = (
     # It sums the key gradients of shared heads in half precision; older ones do not know shared heads.
-    Kernel("cpu_flash", _cpu_flash_why_not, _cpu_flash_forward, _cpu_flash_backward, shares_kv=False),
+    Kernel("cpu_flash", _cpu_flash_why_not, _cpu_flash_forward, _cpu_flash_backward, shares_kv=False, windows="mask"),
     Kernel("flash", _flash_why_not, _flash_forward, _flash_backward, head_dim_multiple=8),
     Kernel("cudnn", _cudnn_why_not, _cudnn_forward, _cudnn_backward, head_dim_multiple=8, shares_kv=False),
-    Kernel("efficient", _efficient_why_not, _efficient_forward, _efficient_backward, head_dim_multiple=8, shares_kv=False),
+    Kernel(
+        "efficient",
+        _efficient_why_not,
+        _efficient_forward,
+        _efficient_backward,
+        head_dim_multiple=8,
+        shares_kv=False,
+        windows="mask",
+    ),
     MATH,
 )

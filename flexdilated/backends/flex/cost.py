@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from flexdilated.core.pattern import DilatedPattern, decode, encode
+from flexdilated.core.encoding import decode, encode
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.core.tracing import answers_while_traced
 from flexdilated.masks.blocks import head_branches

@@ -21,7 +21,7 @@ from flexdilated.backends.triton.groups import Group, graph_stage, groups, table
 from flexdilated.backends.triton.tiles import MOST_SUMMED, ROW_BYTES, Tiles, is_aligned, padded, tiles_of, unmeasured_tiles
 from flexdilated.core.hardware import detect
 from flexdilated.core.lse import accumulated
-from flexdilated.core.pieces import Piece
+from flexdilated.core.pieces import UNBOUNDED, Piece
 
 LOG2E = math.log2(math.e)
 INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
@@ -129,7 +129,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Te
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype), device=q.device)
-    forward(out, lse, q, k, v, pieces=_whole(q, k), options=options)
+    forward(out, lse, q, k, v, pieces=_whole(q, k, options), options=options)
     return out.transpose(1, 2), lse
 
 
@@ -139,11 +139,11 @@ def dense_backward(
     """`dq, dk, dv` of `(batch, heads, rows, D)` tensors."""
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    backward((dq, dk, dv), dout, dlse, q, k, v, out=out, lse=lse, pieces=_whole(q, k), options=options)
+    backward((dq, dk, dv), dout, dlse, q, k, v, out=out, lse=lse, pieces=_whole(q, k, options), options=options)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _whole(q: Tensor, k: Tensor) -> tuple[Piece]:
+def _whole(q: Tensor, k: Tensor, options: Options) -> tuple[Piece]:
     """All queries `(B, M, H, D)` against all keys `(B, N, Hkv, D)`."""
     one = Piece(
         token=0,
@@ -156,6 +156,10 @@ def _whole(q: Tensor, k: Tensor) -> tuple[Piece]:
         head_step=1,
         rows=k.shape[1],
         row_stride=1,
+        key_token=0,
+        keys=k.shape[1],
+        low=-UNBOUNDED,
+        high=0 if options.is_causal else UNBOUNDED,
         zero_keys=0,
         covers=True,
         branch=0,
