@@ -330,7 +330,7 @@ def docs_browse(session: nox.Session) -> None:
 
 @nox.session
 def emulated(session: nox.Session) -> None:
-    """The flex engine's kernels for GPUs, compiled and interpreted, on a torch built for CUDA (some GB, an hour or so; no GPU)."""
+    """The flex backend's kernels for GPUs, compiled and interpreted, on a torch built for CUDA (some GB, an hour or so; no GPU)."""
     # `===` takes no build for CPUs, and numpy 2.4 no longer makes numbers of arrays, as the interpreter asks it to.
     cuda = f"torch==={TORCH}"
     session.install(cuda, "numpy<2.4")
@@ -348,7 +348,7 @@ def cubins(session: nox.Session) -> None:
 
 @nox.session(requires=BASE)
 def cutedsl(session: nox.Session) -> None:
-    """Compile the kernels of flash-attn-4 that the engine takes, for GPUs that are not here (minutes; `-- --levels 90`: fewer)."""
+    """Compile the kernels of flash-attn-4 that the backend takes, for GPUs that are not here (minutes; `-- --levels 90`: fewer)."""
     _extend(session, "-e", ".[test,flash]")
     session.run("python", "-m", "benchmarks.lab.cutedsl", *session.posargs)
 
@@ -357,7 +357,7 @@ def cutedsl(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure ratios side by side and compare them with the kept ones; `-- --keep` accepts the new, `-- --quick` is a trial.
 
-    `-- --crossover` measures instead where one engine overtakes another, and keeps it for `backend="auto"`. `-- --context-length`
+    `-- --crossover` measures instead where one backend overtakes another, and keeps it for `backend="auto"`. `-- --context-length`
     trains small models on texts cut in shorter and longer sequences: two hours, resumable.
     """
     _extend(session)
@@ -398,7 +398,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench_gpu(session: nox.Session) -> None:
-    """Measure every engine on a CUDA device beside dense flash attention, in the Python that runs nox (runs/bench_gpu.json).
+    """Measure every backend on a CUDA device beside dense flash attention, in the Python that runs nox (runs/bench_gpu.json).
 
     `-- --all` checks everything first and measures more: an estimated 25 minutes, resumable. `-- --needs` lists missing packages.
     """

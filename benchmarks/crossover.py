@@ -1,4 +1,4 @@
-"""Measure where other engines overtake sdpa on this machine, and keep it for `backend="auto"`: `nox -s bench -- --crossover`."""
+"""Measure where other backends overtake sdpa on this machine, and keep it for `backend="auto"`: `nox -s bench -- --crossover`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SETTING = ("device", "dtype", "training", "head_dim", "tokens")  # of a measurem
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure every setting, and keep it beside what is kept of other devices, settings and engines."""
+    """Measure every setting, and keep it beside what is kept of other devices, settings and backends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two short lengths, and nothing is kept: whether it runs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--engines", nargs="+", choices=CHALLENGERS, help="these alone beside sdpa; flex compiles for minutes")
+    parser.add_argument("--backends", nargs="+", choices=CHALLENGERS, help="these alone beside sdpa; flex compiles for minutes")
     parser.add_argument("--tokens", type=int, nargs="+", help="these lengths alone")
     parser.add_argument("--file", type=Path, default=FILE, help="where it is kept")
     parser.add_argument("--commit", help="of the working tree, where git cannot tell")
@@ -44,12 +44,12 @@ def main(arguments: list[str] | None = None) -> None:
     lengths = (64, 128) if options.quick else GPU_LENGTHS if on_gpu else (256, 1024, 4096)
     lengths = tuple(options.tokens or lengths)
     dtypes = GPU_DTYPES if on_gpu else (torch.float32, torch.bfloat16)
-    engines = tuple(options.engines or (CHALLENGERS if on_gpu else ("flex",)))
+    backends = tuple(options.backends or (CHALLENGERS if on_gpu else ("flex",)))
     measured = [
         entry
         for dtype in (dtypes[:1] if options.quick else dtypes)
         for head_dim in ((64,) if options.quick or not on_gpu else HEAD_DIMS)
-        for entry in measure(engines, dtype, head_dim, lengths, options.device)
+        for entry in measure(backends, dtype, head_dim, lengths, options.device)
     ]
     if options.quick:
         return
@@ -63,19 +63,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(
-    engines: Sequence[str], dtype: torch.dtype, head_dim: int, lengths: Iterable[int], device: str
+    backends: Sequence[str], dtype: torch.dtype, head_dim: int, lengths: Iterable[int], device: str
 ) -> Iterator[dict[str, Any]]:
-    """The time of engines over that of sdpa, of every length; on a GPU forward alone, then forward and backward."""
+    """The time of backends over that of sdpa, of every length; on a GPU forward alone, then forward and backward."""
     for training in (False, True) if device != "cpu" else (False,):
         for tokens in lengths:
             name = str(dtype).removeprefix("torch.")
             kind = {"device": device_class(detect(device)), "dtype": name, "training": training}
             entry: dict[str, Any] = {**kind, "head_dim": head_dim, "tokens": tokens}
-            for engine in engines:
-                ratio = over_sdpa(engine, tokens, head_dim, dtype, device, training=training)
-                ratio = entry[f"{engine}_over_sdpa"] = None if ratio is None else round(ratio, 3)
+            for backend in backends:
+                ratio = over_sdpa(backend, tokens, head_dim, dtype, device, training=training)
+                ratio = entry[f"{backend}_over_sdpa"] = None if ratio is None else round(ratio, 3)
                 where = f"{name} D={head_dim} training={training} N={tokens}"
-                print(f"{where}: {engine} {ratio} -> {faster(entry)}", flush=True)
+                print(f"{where}: {backend} {ratio} -> {faster(entry)}", flush=True)
             yield entry
 
 
@@ -90,7 +90,7 @@ def about(device: str, words: Sequence[str], commit: str | None, program: str = 
 
 
 def merged(kept: list[dict[str, Any]], measured: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """Kept entries with those measured: settings and engines that were not measured again stay. Whether none of this device did."""
+    """Kept entries with those measured: settings and backends not measured again stay. Whether none of this device did."""
     found = {tuple(entry[name] for name in SETTING): entry for entry in kept}
     new = {tuple(entry[name] for name in SETTING): entry for entry in measured}
     replaced = all(key in new and set(found[key]) <= set(new[key]) for key in found if key[0] == measured[0]["device"])
@@ -99,8 +99,8 @@ def merged(kept: list[dict[str, Any]], measured: list[dict[str, Any]]) -> tuple[
     return list(found.values()), replaced
 
 
-def over_sdpa(engine: str, tokens: int, head_dim: int, dtype: torch.dtype, device: str, *, training: bool) -> float | None:
-    """Median time of an engine over that of sdpa, in alternation, after a call of each that compiles; None where it cannot run."""
+def over_sdpa(backend: str, tokens: int, head_dim: int, dtype: torch.dtype, device: str, *, training: bool) -> float | None:
+    """Median time of a backend over that of sdpa, in alternation, after a call of each that compiles; None where it cannot run."""
     q, k, v, dout = (torch.randn(1, tokens, NUM_HEADS, head_dim, device=device).to(dtype) for _ in range(4))
 
     def run(backend: str) -> Callable[[], Tensor]:
@@ -114,7 +114,7 @@ def over_sdpa(engine: str, tokens: int, head_dim: int, dtype: torch.dtype, devic
 
         return call
 
-    other, sdpa = run(engine), run("sdpa")
+    other, sdpa = run(backend), run("sdpa")
     try:
         expected, actual = sdpa(), other()
     except (NotImplementedError, torch.cuda.OutOfMemoryError):

@@ -24,7 +24,7 @@ from flexdilated.core.files import replaced
 
 @lru_cache(maxsize=1)
 def describe() -> dict[str, Any]:
-    """Engine, device, threads, versions, commit and date, as JSON types."""
+    """Backend, device, threads, versions, commit and date, as JSON types."""
     return {
         "backend": "sdpa",
         "device": "cpu",
@@ -65,7 +65,7 @@ def driver() -> str:
         return "unknown"
 
 
-def source_of(engine: str, form: str) -> str:
+def source_of(backend: str, form: str) -> str:
     """A hash of the code that computes a form of `"triton"` or `"flash"`.
 
     Forms are `"forward"` and `"backward"`, each also with `", grouped heads"`.
@@ -73,7 +73,7 @@ def source_of(engine: str, form: str) -> str:
     folder = Path(flexdilated.backends.__file__).parent
     direction = form.partition(",")[0]
     own = [folder / "triton" / f"{name}.py" for name in (direction, "launch", "places", "tiles")]
-    return digest("".join(path.read_text() for path in (own if engine == "triton" else sorted(folder.glob("flash*.py")))))
+    return digest("".join(path.read_text() for path in (own if backend == "triton" else sorted(folder.glob("flash*.py")))))
 
 
 def digest(code: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu --needs          # which packages are missing here, and how to bring them to a machine without network
     python -m benchmarks.gpu --all            # everything: results checked first, then timed; start it again to continue
-    python -m benchmarks.gpu --show           # the engines alone: see --help
+    python -m benchmarks.gpu --show           # the backends alone: see --help
 
 `nox -s bench_gpu -- --all` is another spelling. This file imports the standard library alone, so that `--needs` always runs.
 """
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     if "--needs" in words:
         print(needs())
         return 0
-    module = "gpu_steps" if "--all" in words else "gpu_engines"
+    module = "gpu_steps" if "--all" in words else "gpu_backends"
     return int(importlib.import_module(f"benchmarks.{module}").main(words))
 
 

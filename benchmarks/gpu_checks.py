@@ -1,4 +1,4 @@
-"""Whether engines are right on this device: what `python -m benchmarks.gpu --all` runs before it times them."""
+"""Whether backends are right on this device: what `python -m benchmarks.gpu --all` runs before it times them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention import Inputs
-from benchmarks.gpu_engines import ENGINES, Engine, mask_name
+from benchmarks.gpu_backends import BACKENDS, Backend, mask_name
 from flexdilated import DilatedPattern, reference
 from flexdilated.core.lse import merge_
 from tests.cases import Case, dense_attention, differentiate
@@ -30,10 +30,10 @@ Verdicts = dict[str, str]  # of "forward" and "backward"
 
 
 class Job(NamedTuple):
-    """One examination of an engine; `examine` is a function of this file, so that another process finds it."""
+    """One examination of a backend; `examine` is a function of this file, so that another process finds it."""
 
     examine: Callable[[str, Case, str], Verdicts]
-    engine: str
+    backend: str
     name: str
     case: Case
 
@@ -42,7 +42,7 @@ class Job(NamedTuple):
         return f"{direction}, grouped heads" if self.case.group > 1 else direction
 
 
-def definition_jobs(engine: str, pattern: DilatedPattern, num_tokens: int, group: int, head_dims: Sequence[int]) -> list[Job]:
+def definition_jobs(backend: str, pattern: DilatedPattern, num_tokens: int, group: int, head_dims: Sequence[int]) -> list[Job]:
     """Comparisons with the definition, those with grouped heads first: their backward has changed most since it ran."""
     one = Case(pattern, num_tokens=num_tokens, kv_heads=2, lse_gradient=False)
     # One of a token, an empty one, as many short ones as make pieces share a launch, and a long one.
@@ -54,7 +54,9 @@ def definition_jobs(engine: str, pattern: DilatedPattern, num_tokens: int, group
         "documents": replace(one, borders=cut),
     }
     return [
-        Job(against_definition, engine, f"{name}, {mask_name(causal)}, D={d}", replace(case, group=g, head_dim=d, is_causal=causal))
+        Job(
+            against_definition, backend, f"{name}, {mask_name(causal)}, D={d}", replace(case, group=g, head_dim=d, is_causal=causal)
+        )
         for g in (group, 1)
         for name, case in options.items()
         for d in head_dims
@@ -76,17 +78,17 @@ def verdict(compare: Callable[[], None]) -> str:
     return "right"
 
 
-def engine_call(name: str, case: Case, device: str) -> tuple[Engine, Callable[..., tuple[Tensor, Tensor]], tuple[Any, ...]]:
-    """An engine; its `out` and `lse` as a function of q, k, v; q, k, v, dout and dlse."""
-    engine = next(e for e in ENGINES if e.name == name)
+def backend_call(name: str, case: Case, device: str) -> tuple[Backend, Callable[..., tuple[Tensor, Tensor]], tuple[Any, ...]]:
+    """A backend; its `out` and `lse` as a function of q, k, v; q, k, v, dout and dlse."""
+    backend = next(e for e in BACKENDS if e.name == name)
     options = {**case.options(device), "return_lse": True}
     dtype = torch.float16 if device == "cpu" else torch.bfloat16  # triton's interpreter computes no bfloat16
-    return engine, lambda q, k, v: engine.forward(Inputs(q, k, v, None), case.pattern, **options), case.tensors(dtype, device)
+    return backend, lambda q, k, v: backend.forward(Inputs(q, k, v, None), case.pattern, **options), case.tensors(dtype, device)
 
 
 def against_definition(name: str, case: Case, device: str) -> Verdicts:
     """No element errs by more than `ERRORS` times the worst of plain PyTorch, without mask and documents."""
-    engine, run, tensors = engine_call(name, case, device)
+    backend, run, tensors = backend_call(name, case, device)
     exact = [None if x is None else x.double() for x in tensors]
     define = partial(reference.dilated_attention, pattern=case.pattern)
     plain = differentiate(lambda *qkv: (dense_attention(*qkv, case.pattern, is_causal=case.is_causal),) * 2, *tensors[:4])
@@ -100,11 +102,11 @@ def against_definition(name: str, case: Case, device: str) -> Verdicts:
             torch.testing.assert_close(x.double(), expected[i], atol=allowed[i], rtol=0.0, msg=said)
 
     def forward() -> None:
-        with engine.around(), torch.no_grad():
+        with backend.around(), torch.no_grad():
             compare(run(*tensors[:3]), 0)
 
     def backward() -> None:
-        with engine.around():
+        with backend.around():
             compare(differentiate(run, *tensors)[2:], 2)
 
     return {"forward": verdict(forward), "backward": verdict(backward)}
@@ -112,10 +114,10 @@ def against_definition(name: str, case: Case, device: str) -> Verdicts:
 
 def repeatable(name: str, case: Case, device: str, *, calls: int = 100) -> Verdicts:
     """All calls give the same bits."""
-    engine, run, tensors = engine_call(name, case, device)
+    backend, run, tensors = backend_call(name, case, device)
 
     def compare(call: Callable[[], Sequence[Tensor]]) -> None:
-        with engine.around():
+        with backend.around():
             first = [x.clone() for x in call()]
             for i in range(2, calls + 1):
                 assert all(map(torch.equal, first, call())), f"bits of call {i} differ from those of call 1"
@@ -180,5 +182,5 @@ def examined(jobs: Sequence[Job], device: str, processes: int) -> list[Verdicts]
 def examine(job: Job, device: str) -> Verdicts:
     """The verdicts of one job, also where the definition itself fails."""
     found: Verdicts = {}
-    text = verdict(lambda: found.update(job.examine(job.engine, job.case, device)))
+    text = verdict(lambda: found.update(job.examine(job.backend, job.case, device)))
     return found or dict.fromkeys(("forward", "backward"), text)

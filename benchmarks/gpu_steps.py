@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch.nn.attention import SDPBackend
 
-from benchmarks import crossover, gpu_engines, tiles
+from benchmarks import crossover, gpu_backends, tiles
 from benchmarks.attention import SMALL_LONGNET
 from benchmarks.environment import provenance, save, source_of
+from benchmarks.gpu_backends import Backend, Device, Setting, mask_name
 from benchmarks.gpu_checks import WRONG, Job, definition_jobs, examined, merges, repeatable
-from benchmarks.gpu_engines import Device, Engine, Setting, mask_name
 from flexdilated import DilatedPattern
 from flexdilated.backends.crossovers import CHALLENGERS, FILE, PROVEN, device_class
 from flexdilated.core.hardware import detect
@@ -90,33 +90,33 @@ def check(report: Report, jobs: Sequence[Job], device: str, processes: int) -> N
     """Add the verdicts of jobs."""
     for job, verdicts in zip(jobs, examined(jobs, device, processes), strict=True):
         for direction, text in verdicts.items():
-            report["checks"].append({"engine": job.engine, "form": job.form(direction), "case": job.name, "found": text})
+            report["checks"].append({"backend": job.backend, "form": job.form(direction), "case": job.name, "found": text})
 
 
-def wrong(report: Report, engine: str, form: str) -> str | None:
-    """Why an engine must not be timed in a form, or None."""
-    concerned = (engine, "merging") if engine.startswith(("sdpa", "flash")) else (engine,)
+def wrong(report: Report, backend: str, form: str) -> str | None:
+    """Why a backend must not be timed in a form, or None."""
+    concerned = (backend, "merging") if backend.startswith(("sdpa", "flash")) else (backend,)
     for entry in report["checks"]:
-        if entry["engine"] in concerned and entry["form"] == form and entry["found"].startswith(WRONG):
-            return f"its {form} is not right ({entry['engine']}, {entry['case']}: {entry['found']})"
-    step = report["steps"].get(f"check {engine}", {})
+        if entry["backend"] in concerned and entry["form"] == form and entry["found"].startswith(WRONG):
+            return f"its {form} is not right ({entry['backend']}, {entry['case']}: {entry['found']})"
+    step = report["steps"].get(f"check {backend}", {})
     return f"its check failed ({step['reason']})" if step.get("status") == "failed" else None
 
 
-def time_one(report: Report, into: str, engine: Engine, pattern: DilatedPattern, setting: Setting, device: str) -> None:
-    """Time an engine in the directions in which it is right."""
+def time_one(report: Report, into: str, backend: Backend, pattern: DilatedPattern, setting: Setting, device: str) -> None:
+    """Time a backend in the directions in which it is right."""
     heads = ", grouped heads" if setting.group > 1 else ""
-    forward, backward = (wrong(report, engine.name, f"{direction}{heads}") for direction in ("forward", "backward"))
+    forward, backward = (wrong(report, backend.name, f"{direction}{heads}") for direction in ("forward", "backward"))
     found = {"status": "skipped", "reason": forward}
     if forward is None:
-        able = engine if backward is None else engine._replace(why_no_training=lambda device: backward)
-        found = gpu_engines.attempt(Device(device), able, pattern, setting)
-    report[into].append({"engine": engine.name, **asdict(setting)} | found)
+        able = backend if backward is None else backend._replace(why_no_training=lambda device: backward)
+        found = gpu_backends.attempt(Device(device), able, pattern, setting)
+    report[into].append({"backend": backend.name, **asdict(setting)} | found)
 
 
 def time_device(report: Report, device: str) -> None:
-    sizes = gpu_engines.FULL if device == "cuda" else gpu_engines.QUICK
-    report["device"] = gpu_engines.device_rates(Device(device), sizes)
+    sizes = gpu_backends.FULL if device == "cuda" else gpu_backends.QUICK
+    report["device"] = gpu_backends.device_rates(Device(device), sizes)
 
 
 def time_tiles(report: Report, head_dim: int, folder: Path) -> None:
@@ -127,11 +127,11 @@ def time_tiles(report: Report, head_dim: int, folder: Path) -> None:
 
 
 def time_crossovers(report: Report, dtype: torch.dtype, head_dim: int, device: str) -> None:
-    """Time the right engines beside sdpa, for `backend="auto"`."""
-    right = {m["engine"] for m in report["measurements"] if "backward_ms" in m}
-    engines = [name for name in CHALLENGERS if name in right and not any(wrong(report, name, form) for form in FORMS[:2])]
-    if engines:
-        report["crossovers"] += list(crossover.measure(engines, dtype, head_dim, crossover.GPU_LENGTHS, device))
+    """Time the right backends beside sdpa, for `backend="auto"`."""
+    right = {m["backend"] for m in report["measurements"] if "backward_ms" in m}
+    backends = [name for name in CHALLENGERS if name in right and not any(wrong(report, name, form) for form in FORMS[:2])]
+    if backends:
+        report["crossovers"] += list(crossover.measure(backends, dtype, head_dim, crossover.GPU_LENGTHS, device))
 
 
 def dense_settings(sizes: Sizes) -> Iterator[Setting]:
@@ -143,7 +143,7 @@ def dense_settings(sizes: Sizes) -> Iterator[Setting]:
         yield Setting("dense", True, sizes.heads, head_dim, sizes.tokens[0], documents=sizes.documents)
 
 
-def engine_settings(sizes: Sizes) -> Iterator[Setting]:
+def backend_settings(sizes: Sizes) -> Iterator[Setting]:
     short, long = sizes.tokens
     for num_tokens in sizes.tokens:
         for is_causal in (False, True):
@@ -170,8 +170,8 @@ def spelled(setting: Setting) -> str:
 
 def steps(options: argparse.Namespace, sizes: Sizes) -> list[Step]:
     """All steps: checks before times, and what tells most first."""
-    device, on_gpu, asked = options.device, options.device == "cuda", options.engines
-    engines = [engine for engine in gpu_engines.ENGINES if engine.name in asked]
+    device, on_gpu, asked = options.device, options.device == "cuda", options.backends
+    backends = [backend for backend in gpu_backends.BACKENDS if backend.name in asked]
     jobs = {name: definition_jobs(name, sizes.checked, sizes.checked_tokens, sizes.group, sizes.head_dims) for name in asked}
     one = Case(sizes.pattern, num_tokens=sizes.tokens[0] // 8, kv_heads=4, lse_gradient=False)
     cases = [replace(one, group=g, head_dim=d) for g in (sizes.group, 1) for d in sizes.head_dims]
@@ -187,17 +187,19 @@ def steps(options: argparse.Namespace, sizes: Sizes) -> list[Step]:
     found = [Step("check", f"check {name}", 90.0, partial(run, jobs=jobs[name])) for name in order]
     found.append(Step("device", "matrix product and copy", 15.0, partial(time_device, device=device)))
 
-    kernels = [gpu_engines.dense(kernel) for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)[: 1 + on_gpu]]
+    kernels = [gpu_backends.dense(kernel) for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)[: 1 + on_gpu]]
     for setting in dense_settings(sizes):
         # cuDNN takes about a second for each new length, forward and backward.
-        for engine in (*kernels[: 1 if setting.documents > 1 else 2], gpu_engines.dense_flash_4()):
-            one_time = partial(time_one, into="dense", engine=engine, pattern=gpu_engines.WHOLE, setting=setting, device=device)
-            found.append(Step("dense", f"{engine.name}, {spelled(setting)}", 8.0, one_time))
-    for i, setting in enumerate(engine_settings(sizes)):
-        flex = [e for e in gpu_engines.ENGINES if e.name == "flex_packed_flash" and on_gpu and i == 0]  # it compiles for long
-        for engine in (*(e for e in engines if e.name in TIMED), *flex):
-            one_time = partial(time_one, into="measurements", engine=engine, pattern=sizes.pattern, setting=setting, device=device)
-            found.append(Step(f"time N={setting.num_tokens}", f"{engine.name}, {spelled(setting)}", 8.0, one_time))
+        for backend in (*kernels[: 1 if setting.documents > 1 else 2], gpu_backends.dense_flash_4()):
+            one_time = partial(time_one, into="dense", backend=backend, pattern=gpu_backends.WHOLE, setting=setting, device=device)
+            found.append(Step("dense", f"{backend.name}, {spelled(setting)}", 8.0, one_time))
+    for i, setting in enumerate(backend_settings(sizes)):
+        flex = [e for e in gpu_backends.BACKENDS if e.name == "flex_packed_flash" and on_gpu and i == 0]  # it compiles for long
+        for backend in (*(e for e in backends if e.name in TIMED), *flex):
+            one_time = partial(
+                time_one, into="measurements", backend=backend, pattern=sizes.pattern, setting=setting, device=device
+            )
+            found.append(Step(f"time N={setting.num_tokens}", f"{backend.name}, {spelled(setting)}", 8.0, one_time))
     if on_gpu and "triton" in asked:
         for head_dim in tiles.HEAD_DIMS:
             one_time = partial(time_tiles, head_dim=head_dim, folder=options.state.parent)
@@ -217,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.partition("\n")[0])
     parser.add_argument("--all", action="store_true", required=True)
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no step that would end later")
-    parser.add_argument("--engines", nargs="+", choices=CHECKED, default=CHECKED, help="only these engines")
+    parser.add_argument("--backends", nargs="+", choices=CHECKED, default=CHECKED, help="only these backends")
     parser.add_argument("--state", type=Path, default=STATE, help="the finished steps; delete it to start from the first")
     parser.add_argument("--keep", type=Path, help="a folder for the kept files, instead of their places in this checkout")
     parser.add_argument(
@@ -269,9 +271,9 @@ def loaded(options: argparse.Namespace, words: Sequence[str]) -> Report:
         **provenance("gpu", options.device, words, options.commit),
         "all": True,
         "quick": options.quick,
-        "dtype": str(gpu_engines.DTYPE).removeprefix("torch."),
+        "dtype": str(gpu_backends.DTYPE).removeprefix("torch."),
         "note": "memory is relative to q, k, v, out and their gradients",
-        "source": {engine: {form: source_of(engine, form) for form in FORMS} for engine in PROVEN},
+        "source": {backend: {form: source_of(backend, form) for form in FORMS} for backend in PROVEN},
         **{name: {} for name in ("steps", "device")},
         **{name: [] for name in ("checks", "dense", "measurements", "tiles", "crossovers")},
     }
@@ -339,8 +341,8 @@ def write_kept(
         ):
             kept[name] = [entry for entry in kept[name] if entry["device"] != level] + own
     found = ran(report, level)
-    forms = [(entry["engine"], entry["form"], entry["device"]) for entry in found]
-    kept["ran"] = [e for e in kept["ran"] if (e["engine"], e["form"], e["device"]) not in forms] + found
+    forms = [(entry["backend"], entry["form"], entry["device"]) for entry in found]
+    kept["ran"] = [e for e in kept["ran"] if (e["backend"], e["form"], e["device"]) not in forms] + found
     save(kept, crossovers)
     if {m["head_dim"] for m in report["tiles"]} < set(tiles.HEAD_DIMS):
         return [attention, crossovers]
@@ -354,32 +356,32 @@ def write_kept(
 def ran(report: Report, device: str) -> list[dict[str, str]]:
     """The forms that were right and timed, as `crossovers.json` lists them."""
     found = []
-    for engine in PROVEN:
+    for backend in PROVEN:
         for form in FORMS:
-            right = any((e["engine"], e["form"], e["found"]) == (engine, form, "right") for e in report["checks"])
+            right = any((e["backend"], e["form"], e["found"]) == (backend, form, "right") for e in report["checks"])
             timed = any(
-                m["engine"] == engine and (m["group"] > 1) == ("," in form) and f"{form.partition(',')[0]}_ms" in m
+                m["backend"] == backend and (m["group"] > 1) == ("," in form) and f"{form.partition(',')[0]}_ms" in m
                 for m in report["measurements"]
             )
-            if right and timed and wrong(report, engine, form) is None:
-                about = {"device": device, "commit": report["commit"], "source": report["source"][engine][form]}
-                found.append({"engine": engine, "form": form, **about, "date": report["date"]})
+            if right and timed and wrong(report, backend, form) is None:
+                about = {"device": device, "commit": report["commit"], "source": report["source"][backend][form]}
+                found.append({"backend": backend, "form": form, **about, "date": report["date"]})
     return found
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """Verdicts, rates of the dense kernels and of the engines, tiles, and steps that failed."""
+    """Verdicts, rates of the dense kernels and of the backends, tiles, and steps that failed."""
     title = f"{report['hardware']}, torch {report['torch']}, triton {report['triton']}, {report['date']}, {report['commit'][:9]}"
-    checks = Table("engine", "form", "compared with the definition", title=title)
-    for engine, form in dict.fromkeys((entry["engine"], entry["form"]) for entry in report["checks"]):
-        own = [entry for entry in report["checks"] if (entry["engine"], entry["form"]) == (engine, form)]
+    checks = Table("backend", "form", "compared with the definition", title=title)
+    for backend, form in dict.fromkeys((entry["backend"], entry["form"]) for entry in report["checks"]):
+        own = [entry for entry in report["checks"] if (entry["backend"], entry["form"]) == (backend, form)]
         bad = [f"{entry['case']}: {entry['found']}" for entry in own if entry["found"].startswith(WRONG)]
         right = sum(entry["found"] == "right" for entry in own)
         said = f"{right} of {len(own)} cases right" if right else own[0]["found"][:200]
-        checks.add_row(engine, form, f"[red]{len(bad)} of {len(own)} cases not right: {bad[0][:200]}[/]" if bad else said)
+        checks.add_row(backend, form, f"[red]{len(bad)} of {len(own)} cases not right: {bad[0][:200]}[/]" if bad else said)
     yield checks
     for key, caption in (("dense", RATES), ("measurements", f"{RATES}; peak memory as a multiple of q, k, v, out and gradients")):
-        names = list(dict.fromkeys(m["engine"] for m in report[key]))
+        names = list(dict.fromkeys(m["backend"] for m in report[key]))
         rates = Table(
             Column("setting", no_wrap=True),
             *names,
@@ -389,7 +391,7 @@ def tables(report: Report) -> Iterator[Table]:
         cells: dict[str, dict[str, str]] = {}
         for m in report[key]:
             _, _, row = spelled(Setting(**{field.name: m[field.name] for field in fields(Setting)})).partition(" ")
-            cells.setdefault(row, {})[m["engine"]] = _cell(m)
+            cells.setdefault(row, {})[m["backend"]] = _cell(m)
         for row, own_cells in cells.items():
             rates.add_row(row, *(own_cells.get(name, "") for name in names))
         yield rates

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.dense import piece_loop
 from flexdilated.backends.kernel import Kernel, Options
-from flexdilated.backends.triton import engine as triton_engine
+from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.core import custom_op
 from flexdilated.core.call import Call
 from flexdilated.core.pieces import plan_pieces
@@ -32,11 +32,11 @@ def empty_operator() -> Any:
     """The operators of a call with bodies that allocate their results: the time that torch itself takes for them."""
     return custom_op.operator(
         "empty",
-        custom_op.schema_of(custom_op.Flat),
-        custom_op.Flat._make,
-        forward=lambda inputs, flat: custom_op.shapes_of(inputs.q),
-        shapes=lambda inputs, flat: custom_op.shapes_of(inputs.q),
-        backward=lambda dout, dlse, inputs, outputs, flat: tuple(custom_op.contiguous_like(x) for x in inputs[:3]),
+        custom_op.schema_of(custom_op.OpOptions),
+        custom_op.OpOptions._make,
+        forward=lambda inputs, op_options: custom_op.shapes_of(inputs.q),
+        shapes=lambda inputs, op_options: custom_op.shapes_of(inputs.q),
+        backward=lambda dout, dlse, inputs, outputs, op_options: tuple(custom_op.contiguous_like(x) for x in inputs[:3]),
     )
 
 
@@ -60,7 +60,7 @@ class EmptyCall(torch.autograd.Function):
 def without_triton_kernels(patch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("flexdilated.backends.triton.launch")  # imports triton
     patch.setattr(launch, "_launch", nothing)
-    patch.setattr(triton_engine, "INTERPRETED", True)  # CPU tensors are let through
+    patch.setattr(triton_backend, "INTERPRETED", True)  # CPU tensors are let through
 
 
 def without_dense_kernels(patch: pytest.MonkeyPatch) -> None:
@@ -77,12 +77,12 @@ def without_dense_kernels(patch: pytest.MonkeyPatch) -> None:
 
     kernel = Kernel("nothing", lambda request: None, attend, differentiate, head_dim_multiple=8, takes_dlse=True, writes=True)
     patch.setattr(piece_loop, "packs", lambda device: False)
-    patch.setattr(piece_loop, "choose_kernel", lambda engine, request: kernel)
+    patch.setattr(piece_loop, "choose_kernel", lambda backend, request: kernel)
     patch.setattr(piece_loop, "merging", lambda request: Merging)
     patch.setattr(piece_loop, "for_backward", lambda *given: given)
 
 
-ENGINES = {"triton": without_triton_kernels, "sdpa": without_dense_kernels}
+BACKENDS = {"triton": without_triton_kernels, "sdpa": without_dense_kernels}
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -96,18 +96,18 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_host_time_of_a_call(benchmark: Any, monkeypatch: pytest.MonkeyPatch, engine: str, direction: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_host_time_of_a_call(benchmark: Any, monkeypatch: pytest.MonkeyPatch, backend: str, direction: str) -> None:
     """Time of a call, the part that torch takes for its operators and derivatives, and our own. They are to look at.
 
     Targets: 150 us of our own for a forward, 250 with its backward.
     """
-    ENGINES[engine](monkeypatch)
+    BACKENDS[backend](monkeypatch)
     trains = direction != "forward"
     shape = (1, NUM_TOKENS, NUM_HEADS, HEAD_DIM)
     q, k, v, dout = (torch.empty(shape, dtype=torch.float16) for _ in range(4))
     leaves = [x.requires_grad_(trains) for x in (q, k, v)]
-    flat = Call(PATTERN, scale=0.125, backend=engine, num_heads=NUM_HEADS).flat()
+    op_options = Call(PATTERN, scale=0.125, backend=backend, num_heads=NUM_HEADS).op_options()
 
     def run(attend: Callable[..., Tensor]) -> Callable[[], object]:
         def call() -> object:
@@ -117,13 +117,13 @@ def test_host_time_of_a_call(benchmark: Any, monkeypatch: pytest.MonkeyPatch, en
 
         return call
 
-    ours = run(lambda q, k, v: dilated_attention(q, k, v, PATTERN, backend=engine))
+    ours = run(lambda q, k, v: dilated_attention(q, k, v, PATTERN, backend=backend))
     empty = EmptyCall.apply if trains else EMPTY.forward
-    torchs = run(lambda q, k, v: empty(q, k, v, None, None, None, *flat)[0])
+    torchs = run(lambda q, k, v: empty(q, k, v, None, None, None, *op_options)[0])
     benchmark.pedantic(ours, rounds=10, warmup_rounds=2)
     found, without = microseconds(ours), microseconds(torchs)
     benchmark.extra_info.update(total_us=round(found), torch_us=round(without), own_us=round(found - without))
-    print(f"{engine} {direction}: {found:.0f} us, torch {without:.0f}, own {found - without:.0f}")
+    print(f"{backend} {direction}: {found:.0f} us, torch {without:.0f}, own {found - without:.0f}")
 
 
 def documents_of(number: int, num_tokens: int) -> tuple[tuple[int, int], ...]:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from benchmarks.environment import provenance, save
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends.triton.tiles import Tiles
+from flexdilated.backends.triton.tiles import TileConfig
 
 OUTPUT = Path("runs/tiles.json")
 PATTERN = DilatedPattern.longnet()
@@ -78,7 +78,7 @@ CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 class Candidate(NamedTuple):
     kernel: str
     head_dim: int
-    tiles: Tiles
+    tiles: TileConfig
     is_causal: bool
     sums: bool = False
 
@@ -88,7 +88,7 @@ def candidates(options: argparse.Namespace) -> Iterator[Candidate]:
     for kernel, head_dim in itertools.product(options.kernels, options.head_dims):
         for tiles, by in itertools.product([options.tiles] if options.tiles else CANDIDATES[kernel], options.by):
             if ONLY.get(by, kernel) == kernel:
-                yield Candidate(kernel, head_dim, Tiles(*tiles, by != "pointers", by == "host"), options.causal, by == "sums")
+                yield Candidate(kernel, head_dim, TileConfig(*tiles, by != "pointers", by == "host"), options.causal, by == "sums")
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def forced(candidate: Candidate, launched: Callable[..., None] | None = None) ->
     launch = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which need not be there
     tiles_of = launch._tiles
 
-    def chosen(kernel: Any, *arguments: Any, **options: Any) -> Tiles:
+    def chosen(kernel: Any, *arguments: Any, **options: Any) -> TileConfig:
         return candidate.tiles if kernel.__name__ == candidate.kernel else tiles_of(kernel, *arguments, **options)
 
     with mock.patch.multiple(launch, _tiles=chosen, _launch=launched or launch._launch, SUMS=candidate.sums, PLANS={}):

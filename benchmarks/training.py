@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--embed-dim", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--backend", default="auto", help="engine of the dilated model")
+    parser.add_argument("--backend", default="auto", help="backend of the dilated model")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--commit", help="of the working tree, where git cannot tell")
     options = parser.parse_args(arguments)

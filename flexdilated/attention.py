@@ -1,4 +1,4 @@
-"""`dilated_attention`: what it computes, what its arguments mean, and the way to an engine."""
+"""`dilated_attention`: what it computes, what its arguments mean, and the way to a backend."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from flexdilated.backends import engines
+from flexdilated.backends import dispatch
 from flexdilated.core.call import Call, MaskMod, ScoreMod
 from flexdilated.core.checks import LAYOUT, check, warn_of_losses
-from flexdilated.core.lse import share_beside
+from flexdilated.core.lse import sink_scale
 from flexdilated.core.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def dilated_attention(
         mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it removes pairs of the
             pattern. Over a mesh both functions take positions in the whole sequence and must be the same on all ranks; the
             gradients of the tensors that they hold must be summed over ranks.
-        backend: `"auto"`, or the name of an engine: `"sdpa"`, `"flash"`, `"triton"`, `"flex"`, `"reference"`. A named engine runs
+        backend: `"auto"`, or the name of a backend: `"sdpa"`, `"flash"`, `"triton"`, `"flex"`, `"reference"`. A named backend runs
             or raises, it is never replaced.
         return_lse: Whether to return `lse` too. It is differentiable.
         mesh: A 1-D `DeviceMesh`, or one axis of a larger one, whose ranks hold the sequence in their order.
@@ -193,15 +193,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         out, lse = attend(q, k, v, call._replace(sinks=None, return_lse=True))
         assert lse is not None
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        share = share_beside(sinks.to(lse.dtype), lse.transpose(1, 2))  # (B, N, H)
+        share = sink_scale(sinks.to(lse.dtype), lse.transpose(1, 2))  # (B, N, H)
         return (out * share[..., None]).to(out.dtype), total if call.return_lse else None
     if call.mesh is not None:
         from flexdilated.distributed import attention as ranks  # one process needs no torch.distributed
 
-        result, shards = ranks.attend(q, k, v, call), call.shard_lengths
+        result, shards = ranks.attend_sharded(q, k, v, call), call.shard_lengths
         num_tokens = q.shape[1] * call.mesh.size() if shards is None else sum(shards)
     else:
-        result, num_tokens = engines.attend(*check(q, k, v, call)), q.shape[1]
+        result, num_tokens = dispatch.attend_whole(*check(q, k, v, call)), q.shape[1]
     if call.cu_seqlens is None and not torch.compiler.is_compiling() and type(num_tokens) is int:
         warn_of_losses(call.pattern, num_tokens, call.num_heads or k.shape[2], call.is_causal)
     return result

@@ -55,7 +55,7 @@ def convert(
         pattern: Which positions attend to which.
         dropout_p: Probability of dropping an attention weight in training. Default: each layer's own.
         is_causal: Whether queries see only keys at their own position and before, whatever a call says.
-        backend: `"auto"` or the name of an engine.
+        backend: `"auto"` or the name of a backend.
         order: The order in which attention reads the patches of timm's models, such as the Hilbert curve of
             `flexdilated.ordering.grid_order(grid)`; `model.num_prefix_tokens` tokens stay in front. Default: the model's order.
         skip: Paths in the model of attention layers to leave as they are.

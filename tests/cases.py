@@ -128,8 +128,8 @@ def differentiate(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
     return out.detach(), lse.detach(), *grads
 
 
-def run_engine(case: Case, backend: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, ...]:
-    """`out, lse, dq, dk, dv` by one engine."""
+def run_backend(case: Case, backend: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, ...]:
+    """`out, lse, dq, dk, dv` by one backend."""
     options = {**case.options(device), "return_lse": True, "backend": backend}
     return differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options), *case.tensors(dtype, device))
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends.dense import sdpa
-from tests.cases import Case, calls, differentiate, poisoned_memory, run_engine, run_plain, run_reference
+from tests.cases import Case, calls, differentiate, poisoned_memory, run_backend, run_plain, run_reference
 from tests.tolerances import EXACT, HALF_LSE, SINGLE, assert_twice_naive
 
 THREE = DilatedPattern((11, 23, 47), (1, 3, 5))
@@ -34,7 +34,7 @@ SWITCHES = ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.FLASH_ATT
 def test_attention_equals_the_reference_with_all_gradients(case: Case, kernels: list[SDPBackend]) -> None:
     expected = run_reference(case)
     with poisoned_memory(), sdpa_kernel(kernels):
-        actual = run_engine(case, "sdpa")
+        actual = run_backend(case, "sdpa")
     for a, e in zip(actual, expected):
         torch.testing.assert_close(a, e, **EXACT)
 
@@ -52,7 +52,7 @@ def test_attention_equals_the_reference_with_all_gradients(case: Case, kernels: 
 )
 def test_attention_in_float32_equals_the_reference_across_kernel_blocks(case: Case, is_causal: bool) -> None:
     case = replace(case, is_causal=is_causal)
-    actual, expected = run_engine(case, "sdpa", torch.float32), run_reference(case)
+    actual, expected = run_backend(case, "sdpa", torch.float32), run_reference(case)
     for a, e in zip(actual, expected):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a.double(), e, **SINGLE)
@@ -141,7 +141,7 @@ def test_a_nan_gradient_of_an_empty_rows_lse_goes_nowhere(backend: str, detach_w
     ],
 )
 def test_a_broken_sequence_or_document_stays_alone(value: float, case: Case) -> None:
-    tensors, clean = case.tensors(), run_engine(case, "sdpa")
+    tensors, clean = case.tensors(), run_backend(case, "sdpa")
     is_broken = torch.zeros(case.batch, case.num_tokens, dtype=torch.bool)
     is_broken[(1,) if case.borders is None else (0, slice(17, 31))] = True
     for x in tensors[:3]:
@@ -169,7 +169,7 @@ def test_what_ignored_keys_hold_has_no_effect(
     pattern = DilatedPattern((11, 23), (2, 3), detach_weights=detach_weights)
     case = Case(pattern, batch=1 if borders else 2, ignored=0.4, is_causal=is_causal, group=2, borders=borders)
     q, k, v, dout, dlse = case.tensors()
-    clean = run_engine(case, "sdpa")
+    clean = run_backend(case, "sdpa")
     ignored = case.options()["key_padding_mask"]
     k[ignored], v[ignored] = value, value
     broken = differentiate(
@@ -202,7 +202,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
 ) -> None:
     monkeypatch.setattr(sdpa, "SLOW_ON_CPU", {dtype} if is_slow else ())
     case = replace(case, is_causal=is_causal, lse_gradient=False)
-    actual, naive = run_engine(case, "sdpa", dtype), run_plain(case, dtype)
+    actual, naive = run_backend(case, "sdpa", dtype), run_plain(case, dtype)
     expected = run_reference(case, dtype)
     for i in (0, 2, 3, 4):
         assert actual[i].dtype == dtype

@@ -286,7 +286,7 @@ def test_a_module_compiled_by_inductor_equals_eager() -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_the_choice_among_measured_engines_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_among_measured_backends_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tuple(crossovers.Crossover("cpu", "float32", False, dim, 0, "flex" if dim == 64 else "sdpa") for dim in (16, 64, 128))
     monkeypatch.setattr(crossovers, "KEPT", kept)
     chosen: list[int] = []
@@ -305,7 +305,7 @@ def test_the_choice_among_measured_engines_is_traced(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_flex_refuses_a_dynamic_number_of_tokens_and_auto_takes_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_refuses_a_dynamic_number_of_tokens_and_auto_takes_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.backends.prefer", lambda request: ("flex", "sdpa"))
 
     def attend(x: Tensor, backend: str = "auto") -> Tensor:

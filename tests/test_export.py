@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from flexdilated import DilatedAttention, DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, dilated_attention
-from flexdilated.core import request
+from flexdilated.core import dispatch_key
 from flexdilated.export import portable
 from tests.hardware import simulate
 from tests.tolerances import SINGLE
@@ -88,9 +88,9 @@ class Unprojected(nn.Module):
         return dilated_attention(q, q, q, PATTERN, is_causal=True)
 
 
-def test_one_program_holds_where_the_fastest_engine_changes_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_program_holds_where_the_fastest_backend_changes_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does in float32 on sm_90: the choice must not look at a number that is a symbol."""
-    monkeypatch.setattr(request, "detect", lambda device: simulate("sm_90"))
+    monkeypatch.setattr(dispatch_key, "detect", lambda device: simulate("sm_90"))
     shapes = ({1: Dim("length", min=2, max=65536)},)
     program = torch.export.export(Unprojected(), (torch.randn(1, 256, 2, 64),), dynamic_shapes=shapes, strict=True)
     assert [(r.lower, r.upper) for r in program.range_constraints.values()] == [(2, 65536)]

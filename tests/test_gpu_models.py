@@ -22,7 +22,7 @@ from flexdilated import (
     attention_map,
     dilated_attention,
 )
-from flexdilated.backends import Request, why_not
+from flexdilated.backends import DispatchKey, why_not
 from flexdilated.core.hardware import detect
 from flexdilated.slides.model import LongNetViT
 from tests.tolerances import SINGLE
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 DEVICE = "cuda"
 PATTERN = DilatedPattern((32, 64, 128), (1, 2, 4))
 TOKENS = 203
-ENGINES = ("auto", "sdpa", "triton", "flex")
+BACKENDS = ("auto", "sdpa", "triton", "flex")
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 MODEL = {"atol": 1e-4, "rtol": 1e-4}  # of float32 through some layers
 
@@ -47,7 +47,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def skip_unless_it_runs(backend: str, dtype: torch.dtype = torch.float32, **what: Any) -> None:
-    reason = None if backend == "auto" else why_not(backend, Request(detect(DEVICE), dtype, 16, **what))
+    reason = None if backend == "auto" else why_not(backend, DispatchKey(detect(DEVICE), dtype, 16, **what))
     if reason is not None:
         pytest.skip(reason)
 
@@ -72,7 +72,7 @@ def assert_same_on_both(model: nn.Module, loss: Callable[[nn.Module, str, torch.
         )
 
 
-@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_language_model_learns_what_it_learns_on_a_cpu(backend: str, packed: bool) -> None:
     skip_unless_it_runs(backend, differentiable=True)
@@ -179,12 +179,12 @@ def test_maps_equal_those_of_a_cpu() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("what", ["plain", "documents", "padding"])
-@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_modules_train_as_eager_ones_do(backend: str, what: str, mode: str) -> None:
     """Three steps, so that graphs are recorded and replayed; the inputs of each are others."""
     if backend == "flex" and what == "documents":
         pytest.skip("flex has one block mask for each document, and a compiler that sees no borders cannot make them")
-    skip_unless_it_runs(backend, masked=what == "padding", differentiable=True)
+    skip_unless_it_runs(backend, key_padding_mask=what == "padding", differentiable=True)
     model = MultiheadDilatedAttention(64, 4, PATTERN, is_causal=True, backend=backend).to(DEVICE)
     compiled = torch.compile(model, fullgraph=True, mode=mode)
     batch = 1 if what == "documents" else 2

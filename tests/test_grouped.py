@@ -71,7 +71,7 @@ ENTRIES: dict[str, Callable[[int], object]] = {
     "auto": call,
     "sdpa": lambda heads: call(heads, backend="sdpa"),
     "flex": lambda heads: call(heads, backend="flex"),
-    "reference engine": lambda heads: call(heads, backend="reference"),
+    "reference backend": lambda heads: call(heads, backend="reference"),
     "score_mod": lambda heads: call(heads, score_mod=same),
     "oracle": lambda heads: reference.dilated_attention(*tensors(heads), PATTERN),
     "mask_mod": lambda heads: dilated_mask_mod(PATTERN, 2 * heads, seq_len=TOKENS, num_kv_heads=heads),

@@ -179,7 +179,7 @@ def test_borders_without_values_are_refused_beside_tokens_with_values() -> None:
 
 
 @pytest.mark.parametrize("backend", ["flex", "flash"])
-def test_named_engines_refuse_the_meta_device(backend: str) -> None:
+def test_named_backends_refuse_the_meta_device(backend: str) -> None:
     q = torch.zeros(1, 31, 6, 7, device="meta")
     with pytest.raises(NotImplementedError, match=rf"backend '{backend}' cannot run this on meta: "):
         dilated_attention(q, q, q, PATTERN, backend=backend)

@@ -64,7 +64,7 @@ def test_zero_keys_and_a_padding_mask_up_to_the_longest_segment(tmp_path: Path) 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_an_engine_of_this_library_gives_way_to_the_portable_form(tmp_path: Path) -> None:
+def test_a_backend_of_this_library_gives_way_to_the_portable_form(tmp_path: Path) -> None:
     model = Attention(backend="flex").eval()
     expected = Attention().eval()
     expected.load_state_dict(model.state_dict())

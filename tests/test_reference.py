@@ -119,17 +119,17 @@ GOLDEN_FILE = Path(__file__).parent / "golden" / "torchscale.npz"
 GOLDEN_CASES = ["pow2_noncausal", "ragged_noncausal", "ragged_causal", "heads_not_multiple", "rate_not_dividing"]
 
 
-@pytest.mark.parametrize("engine", ["reference", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("name", GOLDEN_CASES)
-def test_torchscale_s_outputs_and_gradients_are_reproduced(name: str, engine: str) -> None:
+def test_torchscale_s_outputs_and_gradients_are_reproduced(name: str, backend: str) -> None:
     with np.load(GOLDEN_FILE) as golden:
         stored = {
             key: torch.from_numpy(golden[f"{name}/{key}"]).double() for key in ("q", "k", "v", "out", "grad_out", "dq", "dk", "dv")
         }
         meta = json.loads(str(golden[f"{name}/meta"]))
     pattern = DilatedPattern.torchscale(meta["segment_lengths"], meta["dilation_rates"])
-    attend = reference.dilated_attention if engine == "reference" else dilated_attention
-    returns = {} if engine == "reference" else {"return_lse": True, "backend": "sdpa"}
+    attend = reference.dilated_attention if backend == "reference" else dilated_attention
+    returns = {} if backend == "reference" else {"return_lse": True, "backend": "sdpa"}
     out, _, *grads = differentiate(
         lambda q, k, v: attend(q, k, v, pattern, is_causal=meta["is_causal"], **returns),
         stored["q"],
@@ -170,7 +170,7 @@ def attend_as_torchscale(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPatter
     return sum(weight * out_i for weight, out_i in zip(weights, outs)), lse.transpose(1, 2)
 
 
-@pytest.mark.parametrize("engine", ["reference", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "rates", "num_tokens"),
@@ -184,12 +184,12 @@ def attend_as_torchscale(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPatter
     ids=["shifted", "shifted_whole", "ragged", "one_segment", "short"],
 )
 def test_torchscale_s_procedure_is_reproduced(
-    lengths: tuple[int, ...], rates: tuple[int, ...], num_tokens: int, is_causal: bool, engine: str
+    lengths: tuple[int, ...], rates: tuple[int, ...], num_tokens: int, is_causal: bool, backend: str
 ) -> None:
     pattern = DilatedPattern.torchscale(lengths, rates)
     q, k, v, dout, _ = Case(pattern, batch=2, num_tokens=num_tokens, kv_heads=7).tensors()
-    attend = reference.dilated_attention if engine == "reference" else dilated_attention
-    returns = {} if engine == "reference" else {"return_lse": True, "backend": "sdpa"}
+    attend = reference.dilated_attention if backend == "reference" else dilated_attention
+    returns = {} if backend == "reference" else {"return_lse": True, "backend": "sdpa"}
 
     # A row that no branch keeps is NaN in the plain procedure's mixture: 0 / 0.
     def procedure(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

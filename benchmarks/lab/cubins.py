@@ -32,7 +32,7 @@ from triton.runtime import driver
 from benchmarks.lab import sass
 from flexdilated.backends.triton import backward, forward, merging
 from flexdilated.backends.triton.launch import options_of
-from flexdilated.backends.triton.tiles import MOST_SUMMED, Tiles, padded, tiles_of, unmeasured_tiles
+from flexdilated.backends.triton.tiles import MOST_SUMMED, TileConfig, padded, tiles_of, unmeasured_tiles
 from tests.backends.absent_gpu import SHARED_MEMORY
 
 KEPT = Path(__file__).with_name("cubins.json")
@@ -129,7 +129,7 @@ class Cost(NamedTuple):
     `serialised` and `overwritten` are loops with faults of wgmma, as `benchmarks.lab.sass.faults` finds them.
     """
 
-    tiles: Tiles
+    tiles: TileConfig
     registers: int
     spills: int
     in_loops: int
@@ -155,7 +155,7 @@ def pretend(level: int) -> None:
     )
 
 
-def compiled(config: Config, tiles: Tiles) -> Any:
+def compiled(config: Config, tiles: TileConfig) -> Any:
     """The kernel as a launch on such a GPU would compile it."""
     kernel, element = KERNELS[config.kernel], DTYPES[config.dtype]
     pretend(config.level)
@@ -224,7 +224,7 @@ def _is_positive(name: str, made: dict[str, str]) -> bool:
     return largest is not None and any(_is_positive(operand, made) for operand in largest.groups())
 
 
-def chosen_tiles(config: Config) -> Tiles:
+def chosen_tiles(config: Config) -> TileConfig:
     """Those of a launch; by descriptors, too, where it takes none."""
     if config.asked in HOSTED + SUMMED:
         return unmeasured_tiles(config.kernel, config.head_dim, DTYPES[config.dtype])
@@ -234,7 +234,7 @@ def chosen_tiles(config: Config) -> Tiles:
     return tiles_of(config.kernel, level, config.head_dim, element, described_rows=described, group=group)
 
 
-def cost_of(config: Config, tiles: Tiles | None = None) -> Cost:
+def cost_of(config: Config, tiles: TileConfig | None = None) -> Cost:
     """What the compiler made of a kernel with some tiles, or those that a launch takes."""
     if tiles is None:
         tiles = chosen_tiles(config)
@@ -399,7 +399,7 @@ def main() -> None:
     for config in configs(chosen.levels, chosen.head_dims, chosen.dtypes, chosen.kernels):
         if config.asked not in chosen.asked or (chosen.missing and config in kept):
             continue
-        tiles = Tiles(*chosen.tiles) if chosen.tiles else None
+        tiles = TileConfig(*chosen.tiles) if chosen.tiles else None
         cost = cost_of(config, tiles)
         tries = chosen.write or tiles is not None
         wrong = list(faults(config, cost, sys.maxsize if tries else kept[config]["spills"] if config in kept else None))

@@ -2,7 +2,7 @@
 
 It counts registers, spills and compilations.
 
-`nox -s cutedsl` calls the engine on fake tensors: whole sequences and every view of LongNet's pieces, forward and backward. It
+`nox -s cutedsl` calls the backend on fake tensors: whole sequences and every view of LongNet's pieces, forward and backward. It
 fails where an entry point of the package has changed, a kernel spills more than before, a view is copied, or the views of one form
 need more than one compilation. It needs no GPU, any version of torch, and the disassembler in the package triton.
 """
@@ -33,7 +33,7 @@ from flexdilated import DilatedPattern
 from flexdilated.backends.dense import flash_kernels
 from flexdilated.backends.kernel import GRID_LIMIT, Options
 from flexdilated.core.pieces import plan_pieces
-from flexdilated.core.slabs import box, fold_view, view_parts
+from flexdilated.core.slabs import box, pack_view, view_parts
 
 MULTIPROCESSORS = {90: 132, 100: 148, 103: 148, 110: 20}
 USUAL_LEVELS, USUAL_HEAD_DIMS = (90, 100), (64, 128)
@@ -43,7 +43,7 @@ SHORT = 40  # rows: one block, for which other kernels are compiled
 
 
 class Form(NamedTuple):
-    """What the engine asks of a kernel, besides the head dim and the dtype."""
+    """What the backend asks of a kernel, besides the head dim and the dtype."""
 
     is_causal: bool = False
     group: int = 1
@@ -82,7 +82,7 @@ class Cost(NamedTuple):
 
 
 def calls(form: Form, head_dim: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Queries and keys `(batch, heads, rows, D)` as the engine receives them, on the meta device."""
+    """Queries and keys `(batch, heads, rows, D)` as the backend receives them, on the meta device."""
     kv_heads = HEADS // form.group
     if form.is_short:
         yield (torch.empty(3, HEADS, SHORT, head_dim, device="meta"),) * 2
@@ -93,14 +93,14 @@ def calls(form: Form, head_dim: int) -> Iterator[tuple[Tensor, Tensor]]:
     for piece in plan_pieces(DilatedPattern.longnet(), ((0, NUM_TOKENS),), kv_heads, form.is_causal):
         for part in view_parts(piece, 1, NUM_TOKENS, form.group, GRID_LIMIT, offsets_apart=apart):
             boxes = box(q, piece, group=form.group)[part], box(k, piece)[part]
-            some_q, some_k = (fold_view(x, offsets_apart=apart) for x in boxes)
+            some_q, some_k = (pack_view(x, offsets_apart=apart) for x in boxes)
             assert some_q is not None
             assert some_k is not None
             yield some_q, some_k
 
 
 def differentiate(like_q: Tensor, like_k: Tensor, form: Form, dtype: torch.dtype, *, takes_dlse: bool) -> None:
-    """Call the engine forward, and backward with and without a gradient of lse, on fake tensors, into views."""
+    """Call the backend forward, and backward with and without a gradient of lse, on fake tensors, into views."""
     from flash_attn.cute.interface import maybe_contiguous
 
     def make(like: Tensor) -> Tensor:

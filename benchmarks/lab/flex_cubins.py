@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-import flexdilated.backends.flex.engine
+import flexdilated.backends.flex.backend
 from benchmarks.lab import cubins
 from flexdilated import DilatedPattern
 from flexdilated.attention import attend
 from flexdilated.backends.flex import kernel
-from flexdilated.core import request
+from flexdilated.core import dispatch_key
 from flexdilated.core.call import Call
 from flexdilated.core.hardware import Hardware
 from flexdilated.masks import block_mask
@@ -122,11 +122,11 @@ def kernels_of(config: Config, dtype: torch.dtype) -> list[tuple[Any, dict[str, 
             return run(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, **options)
 
         for owner, name, value in (
-            (flexdilated.backends.flex.engine, "_on_cpu", lambda q: False),
-            (flexdilated.backends.flex.engine, "choose_layout", lambda pattern, shape: config.layout),
+            (flexdilated.backends.flex.backend, "_on_cpu", lambda q: False),
+            (flexdilated.backends.flex.backend, "choose_layout", lambda pattern, shape: config.layout),
             (kernel, "call", call),
             (kernel, "detect", lambda device: hardware),
-            (request, "detect", lambda device: hardware),
+            (dispatch_key, "detect", lambda device: hardware),
             (
                 block_mask,
                 "_full_width",

@@ -26,7 +26,7 @@ from torch import Tensor
 from flexdilated import DilatedPattern
 from flexdilated.backends.kernel import Options
 from flexdilated.core.call import Call
-from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.custom_op import Inputs, OpOptions
 from flexdilated.core.pieces import Piece
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import EXCHANGES, context_plan
@@ -43,7 +43,7 @@ SECONDS_PER_PAIR = 1e-7
 class Asleep:
     """Stands for the loop of a rank and its kernel: sleeps a time per pair and gives zeros."""
 
-    def __init__(self, inputs: Inputs, flat: Flat, pieces: Sequence[Piece], seed: int | None) -> None:
+    def __init__(self, inputs: Inputs, op_options: OpOptions, pieces: Sequence[Piece], seed: int | None) -> None:
         self.kernel = self
         self.pairs = sum(piece.segments * piece.offsets * piece.heads * piece.rows**2 for piece in pieces)
 
@@ -109,7 +109,7 @@ def run(exchange: str, tokens: int, delays: tuple[float, float]) -> tuple[float,
     outs: list[tuple[Tensor, ...]] = [()] * RANKS
 
     def work_of(rank: int) -> TaskAttention:
-        return TaskAttention(Inputs(*parts[rank][:3]), flat=call.flat(), plan=plan, exchange=exchange, rank=rank)
+        return TaskAttention(Inputs(*parts[rank][:3]), op_options=call.op_options(), plan=plan, exchange=exchange, rank=rank)
 
     def ahead(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
         def work(rank: int) -> None:

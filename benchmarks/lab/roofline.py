@@ -1,4 +1,4 @@
-"""The least time that a call of each engine for GPUs takes, by what it computes and moves and a device's published rates.
+"""The least time that a call of each backend for GPUs takes, by what it computes and moves and a device's published rates.
 
     python -m benchmarks.lab.roofline
 
@@ -91,8 +91,8 @@ def useful_flops(pattern: DilatedPattern, shape: Shape) -> tuple[int, int]:
 Steps = Callable[[DilatedPattern, Shape], Iterator[Step]]
 
 
-class Engine(NamedTuple):
-    """An engine's kernel: its name, the least level of hardware, and the steps of either direction."""
+class Backend(NamedTuple):
+    """A backend's kernel: its name, the least level of hardware, and the steps of either direction."""
 
     name: str
     capability: tuple[int, int]
@@ -100,8 +100,8 @@ class Engine(NamedTuple):
     backward: Steps
 
 
-def _library(name: str, capability: tuple[int, int], library: Library) -> Engine:
-    return Engine(
+def _library(name: str, capability: tuple[int, int], library: Library) -> Backend:
+    return Backend(
         name,
         capability,
         lambda pattern, shape: walk_forward(pattern, shape, library),
@@ -109,29 +109,29 @@ def _library(name: str, capability: tuple[int, int], library: Library) -> Engine
     )
 
 
-ENGINES = (
-    Engine("triton", (8, 0), in_place_forward, in_place_backward),
+BACKENDS = (
+    Backend("triton", (8, 0), in_place_forward, in_place_backward),
     _library("sdpa flash", (8, 0), FLASH),
     _library("sdpa cudnn", (8, 0), CUDNN),
     _library("sdpa efficient", (5, 0), EFFICIENT),
     _library("flash, version 2", (8, 0), FLASH_ATTN),
     _library("flash, version 4", (9, 0), FLASH_ATTN_4),
-    Engine("flex packed", (8, 0), packed_forward, packed_backward),
-    Engine("flex fused", (8, 0), fused_forward, fused_backward),
+    Backend("flex packed", (8, 0), packed_forward, packed_backward),
+    Backend("flex fused", (8, 0), fused_forward, fused_backward),
 )
 
 
-def work(engine: Engine, pattern: DilatedPattern, shape: Shape) -> tuple[Work, Work]:
+def work(backend: Backend, pattern: DilatedPattern, shape: Shape) -> tuple[Work, Work]:
     """Forward and backward of one call.
 
     Raises:
         ValueError: If the pattern has torchscale's zero keys or constant weights.
     """
-    return Work(tuple(engine.forward(pattern, shape))), Work(tuple(engine.backward(pattern, shape)))
+    return Work(tuple(backend.forward(pattern, shape))), Work(tuple(backend.backward(pattern, shape)))
 
 
 def main() -> None:
-    """Print, for published patterns, bytes and launches of each engine and its least time on each device."""
+    """Print, for published patterns, bytes and launches of each backend and its least time on each device."""
     longnet, gigapath = DilatedPattern.longnet(), replace(DilatedPattern.gigapath(), zero_padding=False, detach_weights=False)
     for name, pattern in (("longnet", longnet), ("gigapath", gigapath)):
         for num_tokens in (1 << 15, 1 << 17, 1 << 20):
@@ -140,16 +140,16 @@ def main() -> None:
                 print(
                     f"\n{name}, {num_tokens:,} tokens, 12 heads of {head_dim}, 16 bits, not causal: least ms / most useful TFLOP/s"
                 )
-                print(f"{'engine':15} {'pass':8} {'GB':>8} {'launches':>8}" + "".join(f"{device.name:>13}" for device in DEVICES))
-                for engine in ENGINES:
+                print(f"{'backend':15} {'pass':8} {'GB':>8} {'launches':>8}" + "".join(f"{device.name:>13}" for device in DEVICES))
+                for backend in BACKENDS:
                     for direction, useful, found in zip(
-                        ("forward", "backward"), useful_flops(pattern, shape), work(engine, pattern, shape)
+                        ("forward", "backward"), useful_flops(pattern, shape), work(backend, pattern, shape)
                     ):
-                        row = f"{engine.name:15} {direction:8} {found.bytes / 1e9:8.2f} {found.launches:8}"
+                        row = f"{backend.name:15} {direction:8} {found.bytes / 1e9:8.2f} {found.launches:8}"
                         for device in DEVICES:
                             least = seconds(found, device)
                             bound = f"{least * 1e3:.3g} / {useful / least / 1e12:.0f}"
-                            row += f"{bound if device.capability >= engine.capability else '-':>13}"
+                            row += f"{bound if device.capability >= backend.capability else '-':>13}"
                         print(row)
     for device in DEVICES:
         print(

@@ -1,4 +1,4 @@
-"""What each engine for GPUs computes, moves and launches, on the pieces of a pattern.
+"""What each backend for GPUs computes, moves and launches, on the pieces of a pattern.
 
 Every tensor that a launch is given moves once: what caches save or cost is left out. A kernel of a library, or an operation of
 torch, counts as one launch, whatever it launches inside. The tensors are contiguous.
@@ -16,7 +16,7 @@ from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.triton.groups import together
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import Piece, plan_pieces
-from flexdilated.core.slabs import Layout, layouts, slabs_of
+from flexdilated.core.slabs import StridedLayout, layouts, slabs_of
 
 LSE = 4  # bytes of a log-sum-exp, and of whatever else is float32
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS, SPLIT_BACKWARD_PRODUCTS = 2, 5, 7  # of the matrix products per pair; 2 D operations each
@@ -103,7 +103,7 @@ def _merges(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return all(stride == size * inner for (_, stride), (size, inner) in pairwise(kept))
 
 
-def _parts(pattern: DilatedPattern, shape: Shape) -> Iterator[tuple[_Rows, Layout, Layout | None]]:
+def _parts(pattern: DilatedPattern, shape: Shape) -> Iterator[tuple[_Rows, StridedLayout, StridedLayout | None]]:
     """The parts of pieces that dense kernels are given as views, and the layouts of queries and lse there."""
     pieces = tuple(rows.piece for rows in _rows(pattern, shape))
     batch, tokens, heads, width = shape.batch, shape.num_tokens, shape.num_heads, shape.head_dim
@@ -196,7 +196,7 @@ def walk_backward(pattern: DilatedPattern, shape: Shape, library: Library) -> It
             yield Step(0, (2 if rows.piece.covers else 3) * (rows.q + 2 * rows.k), 3)
 
 
-def _lies(layout: Layout, order: tuple[int, ...]) -> bool:
+def _lies(layout: StridedLayout, order: tuple[int, ...]) -> bool:
     """Whether a view is contiguous with its dims in some order."""
     return _is_dense([(layout[0][i], layout[1][i]) for i in order], 1)
 

@@ -1,4 +1,4 @@
-"""Which engine `backend="auto"` prefers, from measurements kept beside this file with their provenance.
+"""Which backend `backend="auto"` prefers, from measurements kept beside this file with their provenance.
 
 `nox -s bench -- --crossover` measures the machine at hand and rewrites its part of `crossovers.json`. Where nothing is kept for a
 device and dtype, the order is that of `DEFAULT`. Kernels of this project's own and private entry points are chosen only in forms
@@ -15,25 +15,25 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.hardware import Hardware
-from flexdilated.core.request import Request
 
 FILE = Path(__file__).with_name("crossovers.json")
 DEFAULT = ("sdpa", "flex")  # the oracle, which takes O(N^2) memory, is never chosen unasked
 PROVEN = ("triton", "flash")  # these need an entry of `ran`
-CHALLENGERS = (*PROVEN, "flex")  # what is measured against sdpa; an entry without a ratio says nothing of that engine
+CHALLENGERS = (*PROVEN, "flex")  # what is measured against sdpa; an entry without a ratio says nothing of that backend
 ENOUGH = 0.95  # one of them is chosen when it takes at most this share of sdpa's time: less is noise
 
 
 class Crossover(NamedTuple):
-    """From `tokens` up, and up to the next one of its kind, this engine is the faster one."""
+    """From `tokens` up, and up to the next one of its kind, this backend is the faster one."""
 
     device: str  # as `device_class` spells it
     dtype: str
     training: bool  # forward and backward, or forward alone
     head_dim: int
     tokens: int
-    engine: str
+    backend: str
 
 
 def device_class(hardware: Hardware) -> str:
@@ -45,9 +45,9 @@ def device_class(hardware: Hardware) -> str:
 
 
 def load(text: str) -> tuple[Crossover, ...]:
-    """The crossovers of the kept measurements: one entry where the faster engine changes, the first at 0 tokens.
+    """The crossovers of the kept measurements: one entry where the faster backend changes, the first at 0 tokens.
 
-    Between two lengths that speak for different engines it changes at their geometric mean.
+    Between two lengths that speak for different backends it changes at their geometric mean.
     """
     found: list[Crossover] = []
     kinds: dict[tuple[str, str, bool, int], list[tuple[int, str]]] = {}
@@ -56,20 +56,20 @@ def load(text: str) -> tuple[Crossover, ...]:
         kinds.setdefault(kind, []).append((entry["tokens"], faster(entry)))
     for kind, points in kinds.items():
         before, last = 0, None
-        for tokens, engine in sorted(points):
-            if engine != last:
-                found.append(Crossover(*kind, isqrt(before * tokens), engine))
-            before, last = tokens, engine
+        for tokens, backend in sorted(points):
+            if backend != last:
+                found.append(Crossover(*kind, isqrt(before * tokens), backend))
+            before, last = tokens, backend
     return tuple(found)
 
 
 def faster(entry: dict[str, Any]) -> str:
-    """The engine that the measurements favour; a null ratio means that an engine could not run."""
+    """The backend that the measurements favour; a null ratio means that a backend could not run."""
     best, least = "sdpa", ENOUGH
-    for engine in CHALLENGERS:
-        ratio = entry.get(f"{engine}_over_sdpa")
+    for backend in CHALLENGERS:
+        ratio = entry.get(f"{backend}_over_sdpa")
         if ratio is not None and (ratio < least or (best == "sdpa" and ratio <= least)):
-            best, least = engine, ratio
+            best, least = backend, ratio
     return best
 
 
@@ -78,19 +78,19 @@ def is_measured(hardware: Hardware) -> bool:
     return any(c.device == device_class(hardware) for c in KEPT)
 
 
-def unproven(engine: str, request: Request) -> str | None:
-    """Why `backend="auto"` leaves an engine out that has not run on a GPU since it changed, or None."""
-    if engine not in PROVEN:
+def unproven(backend: str, request: DispatchKey) -> str | None:
+    """Why `backend="auto"` leaves a backend out that has not run on a GPU since it changed, or None."""
+    if backend not in PROVEN:
         return None
     device, suffix = device_class(request.hardware), ", grouped heads" if request.group > 1 else ""
     for form in ("forward", "backward") if request.differentiable else ("forward",):
-        if (engine, form + suffix, device) not in RAN:
+        if (backend, form + suffix, device) not in RAN:
             return f"the code of its {form}{suffix} has changed, and has not run on {device} since"
     return None
 
 
-def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> tuple[str, ...]:
-    """The engines for `backend="auto"`, the fastest first: as measured on this class of device at the nearest head dim.
+def prefer(request: DispatchKey, crossovers: Iterable[Crossover] | None = None) -> tuple[str, ...]:
+    """The backends for `backend="auto"`, the fastest first: as measured on this class of device at the nearest head dim.
 
     Above all measured head dims it is `DEFAULT`, and where one graph is to hold for every length what is fastest on the longest.
 
@@ -111,11 +111,11 @@ def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> t
     if request.head_dim > largest:
         return DEFAULT
     points = [c for c in known if c.head_dim == nearest]
-    first = points[0].engine
+    first = points[0].backend
     for point in points[1:]:
         if request.dynamic or request.num_tokens >= point.tokens:  # one graph for every length asks of none
-            first = point.engine
-    return (first, *(engine for engine in DEFAULT if engine != first))
+            first = point.backend
+    return (first, *(backend for backend in DEFAULT if backend != first))
 
 
 def _is_nearer(a: int, b: int, wanted: int) -> bool:
@@ -124,4 +124,4 @@ def _is_nearer(a: int, b: int, wanted: int) -> bool:
 
 
 KEPT = load(TEXT := FILE.read_text())
-RAN = tuple((entry["engine"], entry["form"], entry["device"]) for entry in json.loads(TEXT)["ran"])
+RAN = tuple((entry["backend"], entry["form"], entry["device"]) for entry in json.loads(TEXT)["ran"])

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.pieces import Piece
-from flexdilated.core.request import Request
 from flexdilated.core.tracing import answers_while_traced
 
 # Kernels hold the scale in float32: what is smaller may be 0 to them. Those for GPUs do so in base 2, where what is larger may be
@@ -50,7 +50,7 @@ def draw_seed(dropout_p: float, first_sequence: int) -> Tensor:
     Generators that are seeded alike give shards of a batch, told apart by their first sequence, seeds that have nothing in common.
     """
     refuse_draws_again(dropout_p)
-    return torch.randint(1 << 62, (1,), device="cpu") ^ spread(0, first_sequence)
+    return torch.randint(1 << 62, (1,), device="cpu") ^ fold_in(0, first_sequence)
 
 
 def refuse_draws_again(dropout_p: float) -> None:
@@ -73,7 +73,7 @@ def _draws_again() -> bool:
     return config.activation_memory_budget < 1 or config.aggressive_recomputation
 
 
-def spread(seed: int, ordinal: int) -> int:
+def fold_in(seed: int, ordinal: int) -> int:
     """A seed for each part, unlike its neighbours' in every bit: a CPU generator reads 32 of them.
 
     Source: the finaliser of SplitMix64, doi 10.1145/2660193.2660195, figure 16.
@@ -142,7 +142,7 @@ class Kernel:
     """
 
     name: str
-    why_not: Callable[[Request], str | None]
+    why_not: Callable[[DispatchKey], str | None]
     run_forward: Forward
     run_backward: Backward
     head_dim_multiple: int = 1
@@ -262,7 +262,7 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def unmodified(request: Request) -> str | None:
+def unmodified(request: DispatchKey) -> str | None:
     return "it has no score_mod or mask_mod" if request.modified else None
 
 

@@ -11,12 +11,12 @@ import typer
 
 from flexdilated._version import __version__
 from flexdilated.cli import choose, doctor, generate, plan, show, slides, train
-from flexdilated.cli.refusal import Command, Group
+from flexdilated.cli.refusal import Command, CommandGroup
 from flexdilated.training.distributed import is_rank, leave
 
 app = typer.Typer(
     name="flexdilated",
-    cls=Group,
+    cls=CommandGroup,
     help="Dilated attention (LongNet) for PyTorch: train a model, draw a pattern, check this machine.",
     add_completion=False,
     pretty_exceptions_enable=False,

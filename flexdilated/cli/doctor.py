@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated._version import __version__
-from flexdilated.backends import Request, choose, why_not
+from flexdilated.backends import DispatchKey, choose, why_not
 from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, PROVEN, device_class, is_measured, unproven
 from flexdilated.backends.dense import flash
 from flexdilated.cli.options import DTYPES, device_named, spelled
-from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
+from flexdilated.cli.selfcheck import QUANTITIES, Candidate, Report, all_passed, candidates, self_check
 from flexdilated.core.hardware import Hardware, detect, recommended_dtype
 
 CALLS = ("plain", "masked", "dropout", "functions")
@@ -41,7 +41,7 @@ def doctor(
     console = Console()
     if not as_json:
         console.print(_machine_table(machine))
-        console.print(_engine_table(hardware))
+        console.print(_backend_table(hardware))
         console.print(Text(_preference(hardware), "italic"))
         for fault in _faults():
             console.print(Text(fault, "yellow"))
@@ -106,12 +106,12 @@ def _worded(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _request(hardware: Hardware, dtype: torch.dtype, call: str, *, trains: bool = True) -> Request:
-    return Request(
+def _request(hardware: Hardware, dtype: torch.dtype, call: str, *, trains: bool = True) -> DispatchKey:
+    return DispatchKey(
         hardware=hardware,
         dtype=dtype,
         head_dim=HEAD_DIM,
-        masked=call == "masked",
+        key_padding_mask=call == "masked",
         dropout=call == "dropout",
         modified=call == "functions",  # score_mod, mask_mod
         differentiable=trains,
@@ -143,42 +143,42 @@ def _preference(hardware: Hardware) -> str:
 
 
 def _measured_choice(hardware: Hardware) -> str:
-    """The engines of training calls at the head dim of the table, by dtype and number of tokens."""
+    """The backends of training calls at the head dim of the table, by dtype and number of tokens."""
     lengths = sorted({crossover.tokens for crossover in KEPT if crossover.device == device_class(hardware)})
     said: dict[str, list[str]] = {}
     for name, dtype in DTYPES.items():
         request = _request(hardware, dtype, "plain")
         parts, last = [], None
         for tokens in lengths:
-            engine = choose("auto", replace(request, num_tokens=tokens))
-            if engine != last:
-                parts.append(engine if last is None else f"from {tokens:,} tokens {engine}")
-            last = engine
+            backend = choose("auto", replace(request, num_tokens=tokens))
+            if backend != last:
+                parts.append(backend if last is None else f"from {tokens:,} tokens {backend}")
+            last = backend
         said.setdefault(", ".join(parts), []).append(name)
     return "; ".join(f"{choice} in {', '.join(names)}" for choice, names in said.items())
 
 
-def _reasons(engine: Engine, hardware: Hardware) -> dict[tuple[torch.dtype, str], str | None]:
-    return {(dtype, call): engine.why_not(_request(hardware, dtype, call)) for dtype in DTYPES.values() for call in CALLS}
+def _reasons(candidate: Candidate, hardware: Hardware) -> dict[tuple[torch.dtype, str], str | None]:
+    return {(dtype, call): candidate.why_not(_request(hardware, dtype, call)) for dtype in DTYPES.values() for call in CALLS}
 
 
-def _engine_table(hardware: Hardware) -> Table:
+def _backend_table(hardware: Hardware) -> Table:
     table = _table(f"what can run on {hardware}, head dim {HEAD_DIM}")
-    table.add_column("engine", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
     for dtype in DTYPES.values():
         table.add_column(spelled(dtype), no_wrap=True)
     table.add_column("why not", overflow="fold")
-    for engine in engines():
-        reasons = _reasons(engine, hardware)
+    for candidate in candidates():
+        reasons = _reasons(candidate, hardware)
         cells = []
         for dtype in DTYPES.values():
             able = [call for call in CALLS if reasons[dtype, call] is None]
-            if not able and engine.why_not(_request(hardware, dtype, "plain", trains=False)) is None:
+            if not able and candidate.why_not(_request(hardware, dtype, "plain", trains=False)) is None:
                 able = ["inference"]
             cells.append(
                 Text("yes", "green") if len(able) == len(CALLS) else Text("\n".join(able) or "no", "yellow" if able else "dim")
             )
-        table.add_row(str(engine), *cells, Text(_why(reasons)))
+        table.add_row(str(candidate), *cells, Text(_why(reasons)))
     return table
 
 
@@ -200,14 +200,14 @@ def _why(reasons: dict[tuple[torch.dtype, str], str | None]) -> str:
 
 def _print_reports(console: Console, reports: list[Report]) -> None:
     table = _table("self-check: largest error / largest element, against the definition")
-    for column in ("engine", "dtype", "cases", *QUANTITIES, "allowed", "result"):
-        table.add_column(column, no_wrap=True, justify="left" if column in ("engine", "dtype", "result") else "right")
+    for column in ("backend", "dtype", "cases", *QUANTITIES, "allowed", "result"):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("backend", "dtype", "result") else "right")
     for report in reports:
         errors = [f"{report.worst[name]:.0e}" for name in QUANTITIES]
         result = Text("pass", "green") if report.passed else Text("FAIL", "bold red")
         dtype = spelled(report.dtype)
         cases = f"{len(report.checks)}" if len(report.checks) == report.accepted else f"{len(report.checks)} of {report.accepted}"
-        table.add_row(str(report.engine), dtype, cases, *errors, f"{report.tolerance:.0e}", result)
+        table.add_row(str(report.candidate), dtype, cases, *errors, f"{report.tolerance:.0e}", result)
     console.print(table)
     for report in reports:
         for check in report.checks:
@@ -215,7 +215,7 @@ def _print_reports(console: Console, reports: list[Report]) -> None:
                 what = check.raised or ", ".join(
                     f"{name} {error:.1e}" for name, error in check.errors.items() if not error <= report.tolerance
                 )
-                console.print(Text(f"FAIL {report.engine} {spelled(report.dtype)}, {check.case}: {what}"), soft_wrap=True)
+                console.print(Text(f"FAIL {report.candidate} {spelled(report.dtype)}, {check.case}: {what}"), soft_wrap=True)
     failed = sum(not check.passed for report in reports for check in report.checks)
     total = sum(len(report.checks) for report in reports)
     console.print(Text(f"{total - failed} of {total} checks pass" + (f", {failed} FAIL" if failed else "")))
@@ -225,19 +225,19 @@ def _as_json(machine: dict[str, Any], hardware: Hardware, reports: list[Report])
     """The report in JSON types. A reason of null: it can run. An error of null: not a finite number."""
     rows = [
         {
-            "backend": engine.backend,
-            "kernel": engine.kernel,
+            "backend": candidate.backend,
+            "kernel": candidate.kernel,
             "dtype": spelled(dtype),
             "why_not": {call: reasons[dtype, call] for call in CALLS},
         }
-        for engine in engines()
-        for reasons in (_reasons(engine, hardware),)
+        for candidate in candidates()
+        for reasons in (_reasons(candidate, hardware),)
         for dtype in DTYPES.values()
     ]
     checks = [
         {
-            "backend": report.engine.backend,
-            "kernel": report.engine.kernel,
+            "backend": report.candidate.backend,
+            "kernel": report.candidate.kernel,
             "dtype": spelled(report.dtype),
             "tolerance": report.tolerance,
             "worst": {name: _finite(error) for name, error in report.worst.items()},
@@ -250,7 +250,7 @@ def _as_json(machine: dict[str, Any], hardware: Hardware, reports: list[Report])
         }
         for report in reports
     ]
-    return {"machine": machine, "engines": rows, "checks": checks, "faults": _faults(), "passed": all_passed(reports)}
+    return {"machine": machine, "backends": rows, "checks": checks, "faults": _faults(), "passed": all_passed(reports)}
 
 
 def _finite(error: float) -> float | None:

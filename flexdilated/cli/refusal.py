@@ -43,7 +43,7 @@ class Command(TyperCommand):
             raise typer.Exit(2) from None
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands whose errors of usage and of files are one line: no box, no traceback."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:

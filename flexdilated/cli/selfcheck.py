@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import reference
 from flexdilated.attention import dilated_attention
-from flexdilated.backends import BACKENDS, Request, why_not
+from flexdilated.backends import BACKENDS, DispatchKey, why_not
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.cli.options import DTYPES, spelled
 from flexdilated.cli.refusal import first_line
@@ -28,10 +28,10 @@ QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 # float32 and float64 the rounding of sums of some hundred terms.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 16 * 2.0**-11, torch.bfloat16: 16 * 2.0**-8}
 
-# How many of the cases engines take that compile a kernel for most of them, which lasts seconds to half a minute.
+# How many of the cases backends take that compile a kernel for most of them, which lasts seconds to half a minute.
 COMPILED = {"flex": 2, "triton": 6, "flash": 4}
 
-# The switch of `torch.nn.attention.sdpa_kernel` that leaves one kernel of the sdpa engine as the only choice.
+# The switch of `torch.nn.attention.sdpa_kernel` that leaves one kernel of the sdpa backend as the only choice.
 SWITCHES = {
     "cpu_flash": SDPBackend.FLASH_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -42,7 +42,7 @@ SWITCHES = {
 
 
 @dataclass(frozen=True)
-class Engine:
+class Candidate:
     """One row of the tables: a backend, or one kernel of the sdpa backend."""
 
     backend: str
@@ -51,7 +51,7 @@ class Engine:
     def __str__(self) -> str:
         return self.backend if self.kernel is None else f"{self.backend} {self.kernel}"
 
-    def why_not(self, request: Request) -> str | None:
+    def why_not(self, request: DispatchKey) -> str | None:
         """The reason why it cannot run a request, or None."""
         if self.kernel is None:
             return why_not(self.backend, request)
@@ -97,7 +97,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Check:
-    """One case by one engine in one dtype: the relative error of each quantity, or what the engine raised."""
+    """One case by one backend in one dtype: the relative error of each quantity, or what the backend raised."""
 
     case: str
     errors: dict[str, float]
@@ -107,9 +107,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """Cases by one engine in one dtype: all of those that it accepts, or some."""
+    """Cases by one backend in one dtype: all of those that it accepts, or some."""
 
-    engine: Engine
+    candidate: Candidate
     dtype: torch.dtype
     tolerance: float
     checks: tuple[Check, ...]
@@ -125,12 +125,12 @@ class Report:
         return {name: max((check.errors[name] for check in self.checks if check.errors), default=math.inf) for name in QUANTITIES}
 
 
-def engines() -> list[Engine]:
+def candidates() -> list[Candidate]:
     """Every backend in the order of `backend="auto"`, sdpa by its kernels, in their order."""
     return [
-        engine
+        candidate
         for backend in BACKENDS
-        for engine in ([Engine(backend, kernel.name) for kernel in KERNELS] if backend == "sdpa" else [Engine(backend)])
+        for candidate in ([Candidate(backend, kernel.name) for kernel in KERNELS] if backend == "sdpa" else [Candidate(backend)])
     ]
 
 
@@ -169,7 +169,7 @@ def _quietly_on_one_thread() -> Iterator[None]:
 
 @_quietly_on_one_thread()
 def self_check(device: torch.device, hardware: Hardware, *, tell: Callable[[str], None] = lambda what: None) -> list[Report]:
-    """Every engine that can run, in every dtype, on the cases that it accepts.
+    """Every backend that can run, in every dtype, on the cases that it accepts.
 
     Args:
         device: Where to compute.
@@ -180,30 +180,30 @@ def self_check(device: torch.device, hardware: Hardware, *, tell: Callable[[str]
     reports = []
     for dtype in DTYPES.values():
         expected: dict[str, dict[str, Tensor]] = {}
-        for engine in engines():
-            if engine.backend == "reference":
+        for candidate in candidates():
+            if candidate.backend == "reference":
                 continue
-            accepted = [case for case in cases if engine.why_not(_request(case, dtype, hardware)) is None]
-            chosen = accepted[: COMPILED.get(engine.backend)]
+            accepted = [case for case in cases if candidate.why_not(_request(case, dtype, hardware)) is None]
+            chosen = accepted[: COMPILED.get(candidate.backend)]
             checks = []
             for number, case in enumerate(chosen, 1):
-                tell(f"{engine} in {spelled(dtype)}: {number} of {len(chosen)}")
+                tell(f"{candidate} in {spelled(dtype)}: {number} of {len(chosen)}")
                 if case.name not in expected:
                     expected[case.name] = _differentiate(case, dtype, torch.device("cpu"), "reference")
-                checks.append(_check(case, dtype, device, engine, expected[case.name]))
+                checks.append(_check(case, dtype, device, candidate, expected[case.name]))
             if checks:
-                reports.append(Report(engine, dtype, TOLERANCES[dtype], tuple(checks), len(accepted)))
+                reports.append(Report(candidate, dtype, TOLERANCES[dtype], tuple(checks), len(accepted)))
     return reports
 
 
-def _request(case: Case, dtype: torch.dtype, hardware: Hardware) -> Request:
-    return Request(hardware, dtype, case.head_dim, case.group, case.ignored is not None, differentiable=True, wants_lse=True)
+def _request(case: Case, dtype: torch.dtype, hardware: Hardware) -> DispatchKey:
+    return DispatchKey(hardware, dtype, case.head_dim, case.group, case.ignored is not None, differentiable=True, wants_lse=True)
 
 
-def _check(case: Case, dtype: torch.dtype, device: torch.device, engine: Engine, expected: dict[str, Tensor]) -> Check:
+def _check(case: Case, dtype: torch.dtype, device: torch.device, candidate: Candidate, expected: dict[str, Tensor]) -> Check:
     try:
-        with nullcontext() if engine.kernel is None else sdpa_kernel(SWITCHES[engine.kernel]):
-            actual = _differentiate(case, dtype, device, engine.backend)
+        with nullcontext() if candidate.kernel is None else sdpa_kernel(SWITCHES[candidate.kernel]):
+            actual = _differentiate(case, dtype, device, candidate.backend)
     except RuntimeError as error:  # a kernel that this machine lacks after all: the thing to report, not to die of
         return Check(case.name, {}, f"{type(error).__name__}: {first_line(error)}", passed=False)
     errors = {name: _relative_error(actual[name], expected[name]) for name in QUANTITIES}

@@ -1,1 +1,1 @@
-"""What every engine builds on: pattern, definition, one call, boxes of rows. Holds nothing itself."""
+"""What every backend builds on: pattern, definition, one call, boxes of rows. Holds nothing itself."""

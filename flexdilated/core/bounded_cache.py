@@ -10,7 +10,7 @@ from typing import Generic, ParamSpec, TypeVar
 P = ParamSpec("P")
 Value = TypeVar("Value")
 
-DOCUMENT, PIECE = 128, 400  # bytes of `(first token, number of tokens)`, and of a tuple of a dozen numbers
+DOCUMENT_BYTES, PIECE_BYTES = 128, 400  # bytes of `(first token, number of tokens)`, and of a tuple of a dozen numbers
 
 
 class Recent(Generic[P, Value]):

@@ -1,4 +1,4 @@
-"""One call of dilated attention: its options on the way to an engine, and the documents that it packs."""
+"""One call of dilated attention: its options on the way to a backend, and the documents that it packs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.custom_op import Flat
+from flexdilated.core.custom_op import OpOptions
+from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.functorch import is_mapped, is_transformed
 from flexdilated.core.pattern import DilatedPattern, encode
-from flexdilated.core.request import Request
 from flexdilated.core.tracing import holds_values, is_symbolic, uncached
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     first_head: int = 0  # of the key/value heads held here, among those of the model
     num_heads: int | None = None  # key/value heads of the model; None: all of them are held here
     first_sequence: int = 0  # of the batch held here, among those of all ranks
-    learns: bool = False
+    score_mod_requires_grad: bool = False
 
     def is_modified(self) -> bool:
         """Whether it has a score or mask function."""
@@ -71,26 +71,27 @@ class Call(NamedTuple):
         assert self.scale is not None
         return self.scale
 
-    def request(self, q: Tensor, k: Tensor, v: Tensor) -> Request:
-        """What it asks of an engine."""
-        return Request.of(
+    def dispatch_key(self, q: Tensor, k: Tensor, v: Tensor) -> DispatchKey:
+        """What it asks of a backend."""
+        return DispatchKey.of(
             q,
             k,
             self.key_padding_mask,
             self.cu_seqlens,
             self.dropout_p,
             modified=self.is_modified(),
-            differentiable=torch.is_grad_enabled() and (self.learns or q.requires_grad or k.requires_grad or v.requires_grad),
+            differentiable=torch.is_grad_enabled()
+            and (self.score_mod_requires_grad or q.requires_grad or k.requires_grad or v.requires_grad),
             transformed=is_transformed(q, k, v),
             wants_lse=self.return_lse,
             dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]),
         )
 
-    def flat(self) -> Flat:
+    def op_options(self) -> OpOptions:
         """The options that an operator takes, of a checked call."""
         assert self.num_heads is not None
         assert self.scale is not None
-        return Flat(
+        return OpOptions(
             encoded_pattern=uncached(_encoded)(self.pattern),
             is_causal=self.is_causal,
             scale=self.scale,

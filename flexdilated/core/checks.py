@@ -48,7 +48,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
     if not torch.compiler.is_compiling():  # operators over ranks ask again when they run
         refuse_shards_of_torch(0 if call.mesh is None else call.mesh.size())
     if not isinstance(call.backend, str):
-        raise TypeError(f"backend must be the name of an engine, got {call.backend!r}")
+        raise TypeError(f"backend must be the name of a backend, got {call.backend!r}")
     num_heads = k.shape[2] if call.num_heads is None else call.num_heads
     call.pattern.check_heads(num_heads)
     dtype = autocast_dtype(q.device)
@@ -56,9 +56,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     if not q.dtype == k.dtype == v.dtype:
         check_dtypes(q, k, v)
-    learns = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
+    requires_grad = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
-    return q, k, v, call._replace(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, learns=learns)
+    call = call._replace(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, score_mod_requires_grad=requires_grad)
+    return q, k, v, call
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
@@ -285,17 +286,17 @@ def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) 
         ValueError: If it does not give one value per pair, or needs tensors on another device than q.
     """
     score, *pair = first_pair(q)
-    learns = False
+    requires_grad = False
     # Compiled code calls them too: numbers and tensors that they read are then inputs of the whole graph, and known to the parts
     # of it that are computed again in the backward. The compiler alone does not make them so (torch 2.13).
     if score_mod is not None:
         result = _call("score_mod", score_mod, ("score", "b", "h", "q_idx", "kv_idx"), score, *pair)
         if not result.is_floating_point():
             raise TypeError(f"score_mod must return a floating-point score, got {result.dtype}")
-        learns = result.requires_grad
+        requires_grad = result.requires_grad
     if mask_mod is not None:
         check_seen(_call("mask_mod", mask_mod, ("b", "h", "q_idx", "kv_idx"), *pair))
-    return learns
+    return requires_grad
 
 
 def first_pair(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

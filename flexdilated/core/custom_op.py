@@ -27,7 +27,7 @@ GRADIENT_MESSAGE = (
     "no second derivative; use backend='reference' where one is needed"
 )
 
-BY_VALUES = "_by_values"  # behind the name of an operator: the same, for calls with documents or dropout
+DATA_DEPENDENT = "_by_values"  # behind the name of an operator: the same, for calls with documents or dropout
 
 O = TypeVar("O")  # noqa: E741 - the options of an operator
 
@@ -49,14 +49,14 @@ class Inputs(NamedTuple):
         return self._replace(q=rows_contiguous(self.q), k=rows_contiguous(self.k), v=rows_contiguous(self.v))
 
 
-class Flat(NamedTuple):
+class OpOptions(NamedTuple):
     """The options of a call as operators take them."""
 
     encoded_pattern: Sequence[int]  # by `encode`
     is_causal: bool
     scale: float
     dropout_p: float
-    engine: str
+    engine: str  # the backend: a pinned schema has this name
     first_head: int  # of the key/value heads held here, among those of the model
     num_heads: int  # key/value heads of the model
 
@@ -166,7 +166,7 @@ def operator(
         )
 
     plain = pair(name, *(OVER_RANKS if over_ranks else ()))
-    reading = plain if over_ranks else pair(name + BY_VALUES, torch.Tag.cudagraph_unsafe)
+    reading = plain if over_ranks else pair(name + DATA_DEPENDENT, torch.Tag.cudagraph_unsafe)
     made = plain if over_ranks else _either(plain, reading, last)
     backward_of = made.backward if through is None else through
     for each in dict.fromkeys((plain, reading)):

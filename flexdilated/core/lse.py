@@ -70,7 +70,7 @@ def mix_branches(branches: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, 
     return mixed.to(dtype), lse[0].transpose(1, 2)
 
 
-def share_beside(sinks: Tensor, lse: Tensor) -> Tensor:
+def sink_scale(sinks: Tensor, lse: Tensor) -> Tensor:
     """What a softmax is left of its weight by one more key of value 0 and logit `sinks`: `exp(lse - logaddexp(lse, sinks))`.
 
     0 in a row without keys, whatever the sink.

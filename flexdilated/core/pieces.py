@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.bounded_cache import DOCUMENT, PIECE, recent
+from flexdilated.core.bounded_cache import DOCUMENT_BYTES, PIECE_BYTES, recent
 from flexdilated.core.branch import HeadRun, Kept, ceil_div
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import uncached
@@ -81,7 +81,7 @@ def runs_of(documents: Documents) -> list[tuple[int, int, int]]:
     return runs
 
 
-class Order(NamedTuple):
+class TokenOrder(NamedTuple):
     """The order in which packed tokens are computed: the token at each place and the place of each token, `(N,)`.
 
     None: as they are.
@@ -99,7 +99,7 @@ class Order(NamedTuple):
         return x if self.places is None else x.index_select(dim, self.places)
 
 
-def arrange(documents: Documents, device: torch.device) -> tuple[Documents, Order]:
+def arrange(documents: Documents, device: torch.device) -> tuple[Documents, TokenOrder]:
     """Many short documents in order of length, and that order. Other documents stay where they are.
 
     Boxes of equal neighbours are computed together. Long documents gain nothing: launches are little of their time, and
@@ -108,11 +108,11 @@ def arrange(documents: Documents, device: torch.device) -> tuple[Documents, Orde
     runs = runs_of(documents)
     num_tokens, sizes = sum(length * count for _, length, count in runs), {length for _, length, _ in runs}
     if not runs or len(runs) < FEWER_RUNS * len(sizes) or num_tokens > SHORT_RUN * len(runs):
-        return documents, Order()
+        return documents, TokenOrder()
     first, length = torch.tensor(sorted(documents, key=lambda document: document[1]), device="cpu").T
     start = length.cumsum(0) - length
     tokens = torch.arange(num_tokens, device="cpu") + (first - start).repeat_interleave(length)
-    return tuple(zip(start.tolist(), length.tolist())), Order(tokens.to(device), tokens.argsort().to(device))
+    return tuple(zip(start.tolist(), length.tolist())), TokenOrder(tokens.to(device), tokens.argsort().to(device))
 
 
 def shifted_branches(pattern: DilatedPattern, num_tokens: int) -> tuple[int, ...]:
@@ -142,7 +142,7 @@ def refuse_shifts(pattern: DilatedPattern, documents: Iterable[tuple[int, ...]],
         )
 
 
-@recent(size=lambda pieces, pattern, documents, *rest: PIECE * len(pieces) + DOCUMENT * len(documents))
+@recent(size=lambda pieces, pattern, documents, *rest: PIECE_BYTES * len(pieces) + DOCUMENT_BYTES * len(documents))
 def _plan(
     pattern: DilatedPattern, documents: Documents, num_heads: int, is_causal: bool, within: range | None
 ) -> tuple[Piece, ...]:

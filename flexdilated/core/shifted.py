@@ -32,7 +32,7 @@ def is_shifted(num_tokens: int, call: Call) -> bool:
     return any(shifted_branches(call.pattern, length) for _, length in documents(call.cu_seqlens, num_tokens))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple[Tensor, Tensor]:
+def attend_shifted(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple[Tensor, Tensor]:
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call that is shifted; `attend` computes calls that are not.
 
     Raises:
@@ -44,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple
     spans = documents(call.cu_seqlens, num_tokens)
     shifted = shifted_branches(pattern, num_tokens)
     parts = [
-        _attend_shifted(q, k, v, call=call, branch=i, spans=spans, attend=attend)
+        _attend_shifted_branch(q, k, v, call=call, branch=i, spans=spans, attend=attend)
         if i in shifted
         else _attend_branch(q, k, v, call, i, attend)
         for i in range(len(pattern.branches))
@@ -54,7 +54,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple
     return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
 
 
-def _attend_shifted(
+def _attend_shifted_branch(
     q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, spans: Documents, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """A shifted branch alone."""

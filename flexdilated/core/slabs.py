@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexdilated.core.bounded_cache import PIECE, recent
+from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.pieces import Piece
 
-Part = tuple[slice, slice, slice, slice]  # of a box: sequences, segments, offsets, heads
+BoxSlices = tuple[slice, slice, slice, slice]  # of a box: sequences, segments, offsets, heads
 
 
-def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Iterator[Part]:
+def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Iterator[BoxSlices]:
     """Cut the (batch, segments) of a piece so that one packed tensor of a slab holds about `limit` bytes."""
     per_slab = max(1, limit // max(1, bytes_per_segment))
     batch_step = max(1, per_slab // piece.segments)
@@ -25,8 +25,8 @@ def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Itera
             yield slice(b, b + batch_step), slice(s, s + segment_step), slice(None), slice(None)
 
 
-def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int, *, offsets_apart: bool) -> Iterator[Part]:
-    """Split a piece into parts that `fold` views without a copy, in tensors whose batch stride is `num_tokens` token strides.
+def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int, *, offsets_apart: bool) -> Iterator[BoxSlices]:
+    """Split a piece into parts that `pack` views without a copy, in tensors whose batch stride is `num_tokens` token strides.
 
     A view has one stride for (sequence, segment) and one for the heads, so the loop is over the smaller of offsets and heads.
     A sequence has `num_tokens` tokens, a key/value head has `group` query heads, and a launch takes a batch of at most `most`.
@@ -68,7 +68,7 @@ def box(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
     return x.as_strided(size, strides, x.storage_offset() + first)
 
 
-def box_layout(piece: Piece, size: Sequence[int], strides: Sequence[int], group: int) -> Layout:
+def box_layout(piece: Piece, size: Sequence[int], strides: Sequence[int], group: int) -> StridedLayout:
     """Size and strides of the `box` of a piece in a tensor `(B, N, H, D)`, and the elements before its first one."""
     batch, token, query_head, dim = strides
     head = query_head * group
@@ -87,18 +87,18 @@ def box_layout(piece: Piece, size: Sequence[int], strides: Sequence[int], group:
     )
 
 
-def fold(rows: Tensor, *, offsets_apart: bool = False) -> Tensor:
+def pack(rows: Tensor, *, offsets_apart: bool = False) -> Tensor:
     """A slab `b s o h g r d` as a kernel's `(b s o) (h g) r d`: a view where strides allow.
 
     Where each offset has one head, offsets are the kernel's heads, `(b s) o r d`, unless they must stay `offsets_apart`: with key
     heads shared by query heads, or a key padding mask.
     """
-    return rows.reshape(_folded(rows, offsets_apart))
+    return rows.reshape(_packed_shape(rows, offsets_apart))
 
 
-def fold_view(rows: Tensor, *, offsets_apart: bool = False) -> Tensor | None:
-    """All rows of a slab as `fold` gives them, where strides make that a view, else None."""
-    layout = _fold_layout(rows.shape, rows.stride(), offsets_apart)
+def pack_view(rows: Tensor, *, offsets_apart: bool = False) -> Tensor | None:
+    """All rows of a slab as `pack` gives them, where strides make that a view, else None."""
+    layout = _pack_layout(rows.shape, rows.stride(), offsets_apart)
     return None if layout is None else rows.as_strided(*layout)
 
 
@@ -110,11 +110,11 @@ class Slabs:
     """
 
     pieces: tuple[Piece, ...]  # of each slab
-    parts: tuple[Part, ...]
-    offsets_apart: bool  # of `fold`
+    parts: tuple[BoxSlices, ...]
+    offsets_apart: bool  # of `pack`
 
 
-@recent(size=lambda found, *arguments, **options: PIECE * len(found.parts))
+@recent(size=lambda found, *arguments, **options: PIECE_BYTES * len(found.parts))
 def slabs_of(
     pieces: tuple[Piece, ...], batch: int, num_tokens: int, group: int, most: int, packed: int, offsets_apart: bool
 ) -> Slabs:
@@ -132,17 +132,17 @@ def slabs_of(
     return Slabs(tuple(piece for piece, _ in found), tuple(part for _, part in found), offsets_apart)
 
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides, and elements before the first one
+StridedLayout = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides, and elements before the first one
 
 
 class SlabLayout(NamedTuple):
     """Where the rows of a slab are in a tensor, beyond its own storage offset."""
 
-    box: Layout  # b s o h g r d
-    view: Layout | None  # as `fold` gives them, where strides make that a view
+    box: StridedLayout  # b s o h g r d
+    view: StridedLayout | None  # as `pack` gives them, where strides make that a view
 
 
-@recent(size=lambda found, *arguments: 2 * PIECE * len(found))
+@recent(size=lambda found, *arguments: 2 * PIECE_BYTES * len(found))
 def layouts(slabs: Slabs, size: tuple[int, ...], strides: tuple[int, ...], group: int) -> tuple[SlabLayout, ...]:
     """The layouts of slabs in a tensor `(B, N, H, D)`, by its size and strides; it has `group` heads for each key/value head."""
     found = []
@@ -151,15 +151,15 @@ def layouts(slabs: Slabs, size: tuple[int, ...], strides: tuple[int, ...], group
         chosen = [range(n)[some] for n, some in zip(sizes, part)]  # a view of a view
         start += sum(some.start * step for some, step in zip(chosen, steps))
         sizes = (*map(len, chosen), *sizes[len(chosen) :])
-        folded = _fold_layout(sizes, steps, slabs.offsets_apart)
-        found.append(SlabLayout((sizes, steps, start), None if folded is None else (*folded, start)))
+        packed = _pack_layout(sizes, steps, slabs.offsets_apart)
+        found.append(SlabLayout((sizes, steps, start), None if packed is None else (*packed, start)))
     return tuple(found)
 
 
-def _fold_layout(
+def _pack_layout(
     size: Sequence[int], strides: Sequence[int], offsets_apart: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Size and strides of all rows of a slab `b s o h g r d` as `fold` gives them, or None where that is no view."""
+    """Size and strides of all rows of a slab `b s o h g r d` as `pack` gives them, or None where that is no view."""
     h, g = size[3:5]
     groups = ((6,), (5,), (3, 4), (0, 1, 2)) if offsets_apart or h * g > 1 else ((6,), (5,), (2, 3, 4), (0, 1))
     sizes, steps, inner = [], [], 1
@@ -178,6 +178,6 @@ def _fold_layout(
     return tuple(reversed(sizes)), tuple(reversed(steps))
 
 
-def _folded(rows: Tensor, offsets_apart: bool) -> tuple[int, int, int, int]:
+def _packed_shape(rows: Tensor, offsets_apart: bool) -> tuple[int, int, int, int]:
     b, s, o, h, g, r, d = rows.shape
     return (b * s * o, h * g, r, d) if offsets_apart or h * g > 1 else (b * s, o, r, d)

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexdilated.backends.dense.sdpa import attend_masked
 from flexdilated.core.branch import Kept, num_kept
 from flexdilated.core.call import Call
-from flexdilated.core.lse import share_beside
+from flexdilated.core.lse import sink_scale
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode.tokens import Tokens
 
@@ -175,7 +175,7 @@ class Store:
             if call.sinks is not None and self.rank == 0:  # a part of the whole, to which the sinks belong once
                 sinks = call.sinks.to(lse.dtype).view(self.num_kv_heads, group)[self.heads.start : self.heads.stop]
                 sinks = sinks.repeat_interleave(num_tokens, dim=1)
-                out = (out * share_beside(sinks, lse)[..., None]).to(out.dtype)
+                out = (out * sink_scale(sinks, lse)[..., None]).to(out.dtype)
                 lse = torch.logaddexp(lse, sinks)
             if self.num_ranks > 1:
                 out = torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends import choose
-from flexdilated.backends.engines import attend as attend_whole
+from flexdilated.backends.dispatch import attend_whole
 from flexdilated.backends.kernel import draw_seed
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check, refuse_shards_of_torch
 from flexdilated.core.collective_order import unknown
-from flexdilated.core.custom_op import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
+from flexdilated.core.custom_op import Inputs, OpOptions, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, outside_graphs, refuse_regions
@@ -37,7 +37,7 @@ UNCOMPILED = (
 )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+def attend_sharded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, n, H, D)` and `lse` `(B, H, n)` of this rank's shard, both differentiable; the call is not checked yet.
 
     Raises:
@@ -67,7 +67,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
             raise NotImplementedError(
                 "mesh must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
             )
-        request = call.request(q, k, v)
+        request = call.dispatch_key(q, k, v)
         call = call._replace(backend=choose(call.backend, request, divided=True))
         by_autograd = call.is_modified() or call.backend == "flex"
         if by_autograd and call.exchange == "ring":
@@ -98,36 +98,36 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         return _by_autograd(q, k, v, call, context)
     seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
     tensors = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, unknown(q.device))
-    out, lse, _, _ = CONTEXT_PARALLEL.forward(*tensors, *call.flat(), *context)
+    out, lse, _, _ = CONTEXT_PARALLEL.forward(*tensors, *call.op_options(), *context)
     return out, lse
 
 
 @outside_graphs(UNCOMPILED)
 def _attend_uncompiled(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
-    return attend(q, k, v, call)
+    return attend_sharded(q, k, v, call)
 
 
 def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, context: RankContext) -> tuple[Tensor, Tensor]:
     """A call with a score or mask function, or by flex_attention. No operator: autograd finds the tensors that functions hold."""
     group = process_group(context.group_name)
-    inputs, flat = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens), call.flat()
+    inputs, op_options = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens), call.op_options()
     with one_call(group) as number:
-        plan = context.plan(inputs, flat)
+        plan = context.plan(inputs, op_options)
         exchange = context.chosen_exchange(plan, inputs)
         if call.is_modified():
             score_mod.refuse_zero_padding(plan)
         fields = context.fields(
             plan,
             inputs,
-            flat,
+            op_options,
             score_mod=call.score_mod is not None,
             mask_mod=call.mask_mod is not None,
-            score_mod_learns=call.learns,  # then there are backwards without that of q
+            score_mod_requires_grad=call.score_mod_requires_grad,  # then there are backwards without that of q
             flex=call.backend == "flex",  # whose backward sends other messages
         )
         seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
         compare(group, q.device, fields, (number,))
-        return score_mod.attend(
+        return score_mod.attend_modified(
             q,
             k,
             v,
@@ -140,36 +140,36 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, context: RankConte
         )
 
 
-def _read(options: Sequence[Any]) -> tuple[Flat, RankContext]:
-    count = len(Flat._fields)
-    return Flat(*options[:count]), RankContext(*options[count:])
+def _read(options: Sequence[Any]) -> tuple[OpOptions, RankContext]:
+    count = len(OpOptions._fields)
+    return OpOptions(*options[:count]), RankContext(*options[count:])
 
 
-def _work(inputs: Inputs, flat: Flat, context: RankContext, plan: ContextPlan) -> TaskAttention:
+def _work(inputs: Inputs, op_options: OpOptions, context: RankContext, plan: ContextPlan) -> TaskAttention:
     exchange = context.chosen_exchange(plan, inputs)
-    return TaskAttention(inputs.rows_contiguous(), flat=flat, plan=plan, exchange=exchange, rank=context.rank)
+    return TaskAttention(inputs.rows_contiguous(), op_options=op_options, plan=plan, exchange=exchange, rank=context.rank)
 
 
-def _forward(inputs: Inputs, options: tuple[Flat, RankContext]) -> tuple[Tensor, ...]:
+def _forward(inputs: Inputs, options: tuple[OpOptions, RankContext]) -> tuple[Tensor, ...]:
     """`out`, `lse`, the rows that the backward needs, and the number of the call, which is known when it runs and not before."""
-    flat, context = options
+    op_options, context = options
     group, device = process_group(context.group_name), inputs.q.device
     with one_call(group) as number, without_autocast(device):
         refuse_shards_of_torch(len(context.shard_lengths))
-        plan = context.plan(inputs, flat)
-        fields, work = context.fields(plan, inputs, flat), _work(inputs, flat, context, plan)
+        plan = context.plan(inputs, op_options)
+        fields, work = context.fields(plan, inputs, op_options), _work(inputs, op_options, context, plan)
         compare(group, device, fields, (number,))
         out, lse, received = context_forward(work, context.transport(plan, fields, device, number, backward=False))
     return out, lse, received if context.keeps else received.new_empty(0), torch.tensor(number)
 
 
-def _shapes(inputs: Inputs, options: tuple[Flat, RankContext]) -> tuple[Tensor, ...]:
+def _shapes(inputs: Inputs, options: tuple[OpOptions, RankContext]) -> tuple[Tensor, ...]:
     q = inputs.q
     received, number = q.new_empty(_received_size(inputs, *options)), torch.empty((), dtype=torch.int64, device="cpu")
     return *shapes_of(q), received, number
 
 
-def _received_size(inputs: Inputs, flat: Flat, context: RankContext) -> Any:
+def _received_size(inputs: Inputs, op_options: OpOptions, context: RankContext) -> Any:
     """Elements that the forward leaves to the backward, as far as they are known before it runs."""
     q = inputs.q
     if not context.keeps:
@@ -179,7 +179,7 @@ def _received_size(inputs: Inputs, flat: Flat, context: RankContext) -> Any:
     sizes = (*q.shape, *context.shard_lengths)
     if inputs.cu_seqlens is not None or (TRACES_UNKNOWN_SIZES and any(isinstance(n, torch.SymInt) for n in sizes)):
         return torch.library.get_ctx().new_dynamic_size()
-    plan = context.plan(inputs, flat)
+    plan = context.plan(inputs, op_options)
     exchange = context.chosen_exchange(plan, inputs)
     keys, queries = (rows_received(plan, exchange, kind, context.rank) for kind in ("kv", "q"))
     kv_width = 0 if exchange == "ring" else 2 * q.shape[3] + (inputs.key_padding_mask is not None)
@@ -187,21 +187,21 @@ def _received_size(inputs: Inputs, flat: Flat, context: RankContext) -> Any:
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], options: tuple[Flat, RankContext]
+    dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], options: tuple[OpOptions, RankContext]
 ) -> tuple[Tensor, ...]:
-    (flat, context), (out, lse, received, number) = options, outputs
-    plan = context.plan(inputs, flat)
-    fields = context.fields(plan, inputs, flat)
+    (op_options, context), (out, lse, received, number) = options, outputs
+    plan = context.plan(inputs, op_options)
+    fields = context.fields(plan, inputs, op_options)
     transport = context.transport(plan, fields, dout.device, int(number.item()), backward=True)
     given = OutputGradients(dout=rows_contiguous(dout), dlse=dlse, out=rows_contiguous(out), lse=lse)
     with without_autocast(dout.device):
-        work = _work(inputs, flat, context, plan)
+        work = _work(inputs, op_options, context, plan)
         return context_backward(work, given, received if context.keeps else None, transport)
 
 
 CONTEXT_PARALLEL = operator(
     "context_parallel",
-    f"{schema_of(Flat)}, {schema_of(RankContext)}",
+    f"{schema_of(OpOptions)}, {schema_of(RankContext)}",
     _read,
     forward=_forward,
     shapes=_shapes,

@@ -31,7 +31,7 @@ def process_group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type, unused-ignore]
 
 
-def one_of_equal(mesh: DeviceMesh | None) -> DeviceMesh | None:
+def canonical_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The first mesh that was given here over the same process group.
 
     `axes["cp"]` is a new object each time, and graphs are guarded by the object: modules that hold one each would be compiled anew

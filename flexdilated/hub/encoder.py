@@ -60,7 +60,7 @@ class LongNetEncoder(nn.Module):
         attention_dropout_p: Probability, in training, of dropping an attention weight.
         drop_path_rate: Probability, in training, that the last layer's branches are dropped for a whole sample.
         layer_norm_eps: Epsilon of the LayerNorms.
-        backend: Engine of the attention: `"auto"` or a name.
+        backend: Backend of the attention: `"auto"` or a name.
         mesh: A 1-D `DeviceMesh` over which the sequence is sharded: calls take and give this rank's shard. Default: it is whole.
 
     Raises:

@@ -54,7 +54,7 @@ class TimmAttention(nn.Module):
         pattern: Which positions attend to which.
         dropout_p: Probability of dropping an attention weight in training. Default: the module's own.
         is_causal: Whether queries see only keys at their own position and before, whatever a call says.
-        backend: `"auto"` or the name of an engine.
+        backend: `"auto"` or the name of a backend.
         order: The order in which the pattern counts the tokens, such as `flexdilated.ordering.grid_order(grid)`; outputs come back
             in the model's own. Default: as the model has them.
         order_start: How many tokens, class and register tokens, stand before those of the order and stay there.

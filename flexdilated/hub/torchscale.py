@@ -34,7 +34,7 @@ def replace_attention(model: nn.Module, *, apply_padding_mask: bool = False, bac
         model: A model that holds such modules.
         apply_padding_mask: Whether the keys of `key_padding_mask` are ignored. torchscale's dilated attention takes that mask and
             ignores it, so a padded sequence attends to its padding; False reproduces that.
-        backend: `"auto"` or the name of an engine.
+        backend: `"auto"` or the name of a backend.
 
     Returns:
         How many modules were replaced; one that the model holds at several places counts once.
@@ -65,7 +65,7 @@ class TorchscaleAttention(nn.Module):
     Args:
         module: The module whose projections, `inner_attn_ln`, `xpos`, lengths, rates and dropout are taken over.
         apply_padding_mask: As in `replace_attention`.
-        backend: `"auto"` or the name of an engine.
+        backend: `"auto"` or the name of a backend.
 
     Raises:
         ValueError: If the module is not self-attention, its lengths and rates are no pattern, or it has hooks of its own.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexdilated.distributed.mesh import one_of_equal
+from flexdilated.distributed.mesh import canonical_mesh
 from flexdilated.hub.requires import require
 
 require("torchtitan", at_least="0.3.0", below="0.4", extra="torchtitan")
@@ -78,7 +78,7 @@ class DilatedInnerAttention(Module):
         Raises:
             NotImplementedError: If the model shards the sequence in a way that is not known here.
         """
-        tp, self.mesh = parallel_dims.get_optional_mesh("tp"), one_of_equal(parallel_dims.get_optional_mesh("cp"))
+        tp, self.mesh = parallel_dims.get_optional_mesh("tp"), canonical_mesh(parallel_dims.get_optional_mesh("cp"))
         if tp is not None:
             self.tp_rank, self.tp_size = tp.get_local_rank(), tp.size()
         if self.mesh is not None:
@@ -202,11 +202,11 @@ def dilated_flex(
         dilation_rates: Of the pattern.
         heads: `"all"` or `"grouped"`.
         offsets: `"blocked"` or `"interleaved"`.
-        backend: `"auto"` or the name of an engine.
+        backend: `"auto"` or the name of a backend.
         exchange: How rows travel on the `cp` axis, as in `flexdilated.dilated_attention`.
 
     Raises:
-        ValueError: If there is no such pattern, or an engine or exchange is unknown.
+        ValueError: If there is no such pattern, or a backend or exchange is unknown.
     """
     fields = _fields(segment_lengths, dilation_rates, heads, offsets=offsets, backend=backend, exchange=exchange, old=config)
     return DilatedInnerAttention.Config(**fields, block_size=config.block_size)

@@ -15,7 +15,7 @@ from flexdilated.core.functorch import in_no_mode
 from flexdilated.core.integers import is_integer
 from flexdilated.core.pattern import DilatedPattern, decode, encode
 from flexdilated.core.tracing import uncached
-from flexdilated.masks.blocks import BlockLists, Order, block_lists, head_branches, most_columns
+from flexdilated.masks.blocks import BlockLists, Direction, block_lists, head_branches, most_columns
 from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding
 
 LARGE = 1 << 22  # entries: 16 MiB
@@ -163,8 +163,8 @@ def _find_lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
     kinds = [head_branches(pattern, h, num_kv_heads, seq_len) for h in range(num_kv_heads)]
     of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
 
-    def side(row_size: int, column_size: int, order: Order) -> BlockLists:
-        found = [block_lists(kind, seq_len, row_size, column_size, order, separate_full=separate_full) for kind in classes]
+    def side(row_size: int, column_size: int, direction: Direction) -> BlockLists:
+        found = [block_lists(kind, seq_len, row_size, column_size, direction, separate_full=separate_full) for kind in classes]
         columns = -(-seq_len // column_size)
         # One width for both kinds: kernels step through the lists of full blocks by the strides of the others, up to torch 2.12
         # those of attention, and the one of decoding still.

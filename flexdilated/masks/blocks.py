@@ -18,7 +18,7 @@ from torch import Tensor
 from flexdilated.core.branch import Kept
 from flexdilated.core.pattern import DilatedPattern
 
-Order = Literal["any", "before", "after"]  # which columns a row may see: all positions, none after its own, none before
+Direction = Literal["any", "before", "after"]  # which columns a row may see: all positions, none after its own, none before
 
 
 PAIRS = 1 << 20  # looked at together, in the rare blocks that need it
@@ -47,7 +47,7 @@ def most_columns(pattern: DilatedPattern, row_size: int, column_size: int) -> in
 
 
 def block_lists(
-    branches: tuple[Kept, ...], seq_len: int, row_size: int, column_size: int, order: Order, *, separate_full: bool = True
+    branches: tuple[Kept, ...], seq_len: int, row_size: int, column_size: int, direction: Direction, *, separate_full: bool = True
 ) -> BlockLists:
     """The blocks that the branches of one head join, int32 on the CPU.
 
@@ -57,7 +57,7 @@ def block_lists(
     rows = -(-seq_len // row_size)
     # Whatever torch's default device is; the mode makes every operation slower, so only where it is needed.
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
-        runs = [_runs(branch, seq_len, row_size, column_size, order) for branch in branches]
+        runs = [_runs(branch, seq_len, row_size, column_size, direction) for branch in branches]
         none, empty = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
         if not runs:
             return BlockLists(none, empty, none, empty)
@@ -67,15 +67,19 @@ def block_lists(
         if not separate_full:
             return BlockLists(*_pack(row, column, rows), none, empty)
 
-        full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, order)
+        full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, direction)
         full = (column >= full_first[row]) & (column <= full_last[row])
         full[
-            list(_completed(branches, seq_len, row_size, column_size=column_size, order=order, row=row, column=column, full=full))
+            list(
+                _completed(
+                    branches, seq_len, row_size, column_size=column_size, direction=direction, row=row, column=column, full=full
+                )
+            )
         ] = True
         return BlockLists(*_pack(row[~full], column[~full], rows), *_pack(row[full], column[full], rows))
 
 
-def _runs(branch: Kept, seq_len: int, row_size: int, column_size: int, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+def _runs(branch: Kept, seq_len: int, row_size: int, column_size: int, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
     """`(row block, first column block, last column block)` of one branch; every block of a run is joined."""
     length, rate, offset = branch
     starts = torch.arange(0, seq_len, row_size)
@@ -90,8 +94,10 @@ def _runs(branch: Kept, seq_len: int, row_size: int, column_size: int, order: Or
     row_start, row_end = torch.maximum(starts[row], segment * length), torch.minimum(ends[row], segment_end)
     first_kept = lattice + _ceil_div((row_start - lattice).clamp(min=0), rate) * rate
     last_kept = lattice + (row_end - 1 - lattice).div(rate, rounding_mode="floor") * rate
-    column_first = first_kept if order == "after" else lattice
-    column_last = last_kept if order == "before" else lattice + (segment_end - 1 - lattice).div(rate, rounding_mode="floor") * rate
+    column_first = first_kept if direction == "after" else lattice
+    column_last = (
+        last_kept if direction == "before" else lattice + (segment_end - 1 - lattice).div(rate, rounding_mode="floor") * rate
+    )
     holds = first_kept < row_end
     row, column_first, column_last = row[holds], column_first[holds], column_last[holds]
     if rate <= column_size:  # no block between the first and the last is without a kept position
@@ -121,7 +127,9 @@ def _expand(row: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     return row[run], first[run] + _within(sizes)
 
 
-def _full_columns(branches: tuple[Kept, ...], seq_len: int, row_size: int, column_size: int, order: Order) -> tuple[Tensor, Tensor]:
+def _full_columns(
+    branches: tuple[Kept, ...], seq_len: int, row_size: int, column_size: int, direction: Direction
+) -> tuple[Tensor, Tensor]:
     """First and last column block (none where last < first) that branches of rate 1 join in full with each row block.
 
     A pair is joined by such a branch when no border of its segments lies between the two. Of all pairs with the column below the
@@ -134,9 +142,9 @@ def _full_columns(branches: tuple[Kept, ...], seq_len: int, row_size: int, colum
         return torch.ones_like(first_token), torch.zeros_like(first_token)
     reach_down = torch.stack([last_token // w * w for w in lengths]).amin(dim=0)
     reach_up = torch.stack([(first_token // w + 1) * w for w in lengths]).amax(dim=0).clamp(max=seq_len)
-    if order == "before":
+    if direction == "before":
         reach_up = torch.minimum(reach_up, first_token + 1)
-    if order == "after":
+    if direction == "after":
         reach_down = torch.maximum(reach_down, last_token)
     first, last = _ceil_div(reach_down, column_size), reach_up // column_size - 1
     return first, torch.where(last_token < seq_len, last, -1)
@@ -147,7 +155,7 @@ def _completed(
     seq_len: int,
     row_size: int,
     column_size: int,
-    order: Order,
+    direction: Direction,
     row: Tensor,
     column: Tensor,
     full: Tensor,
@@ -172,21 +180,21 @@ def _completed(
     for i, j in ((-1, 0), (0, -1), (0, 0), (-1, -1)):
         x = row[candidates] * row_size + i % row_size
         y = column[candidates] * column_size + j % column_size
-        candidates = candidates[_joined(branches, x, y, order)]
+        candidates = candidates[_joined(branches, x, y, direction)]
     x, y = torch.arange(row_size)[:, None], torch.arange(column_size)
     for some in candidates.split(max(1, PAIRS // (row_size * column_size))):
         rows, columns = row[some, None, None] * row_size + x, column[some, None, None] * column_size + y
-        yield from some[_joined(branches, rows, columns, order).flatten(1).all(dim=1)].tolist()
+        yield from some[_joined(branches, rows, columns, direction).flatten(1).all(dim=1)].tolist()
 
 
-def _joined(branches: tuple[Kept, ...], x: Tensor, y: Tensor, order: Order) -> Tensor:
+def _joined(branches: tuple[Kept, ...], x: Tensor, y: Tensor, direction: Direction) -> Tensor:
     """Whether pairs of positions are joined, by the definition."""
     joined = torch.zeros(torch.broadcast_shapes(x.shape, y.shape), dtype=torch.bool)
     for branch in branches:
         joined |= branch.joins(x, y)
-    if order == "before":
+    if direction == "before":
         return joined & (y <= x)
-    return joined & (y >= x) if order == "after" else joined
+    return joined & (y >= x) if direction == "after" else joined
 
 
 def _pack(row: Tensor, column: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from flexdilated.core.checks import check_dense, check_losses, check_options
 from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode import DilatedKVCache
-from flexdilated.distributed.mesh import group_of, one_of_equal
+from flexdilated.distributed.mesh import canonical_mesh, group_of
 from flexdilated.distributed.sharding import replicated_like
 from flexdilated.nn.initial_weights import reset_modules, set_initial_projections
 from flexdilated.nn.padding import ignored_keys
@@ -35,7 +35,7 @@ class DilatedAttention(nn.Module):
         is_causal: Whether a query sees only keys at its own position and before.
         scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
         dropout_p: Probability of dropping an attention weight in training, in [0, 1).
-        backend: `"auto"` or the name of an engine.
+        backend: `"auto"` or the name of a backend.
         mesh: A 1-D `DeviceMesh` over which the sequence is sharded, such as `mesh["cp"]`. Default: the sequence is whole.
         exchange: With `mesh`: how keys and values move, `"auto"`, `"gather"`, `"ring"` or `"heads"`.
 
@@ -66,7 +66,7 @@ class DilatedAttention(nn.Module):
         elif exchange != "auto":
             raise ValueError(f"exchange must be 'auto' without mesh, got {exchange!r}")
         self.pattern, self.is_causal, self.scale, self.dropout_p, self.backend = pattern, is_causal, scale, dropout_p, backend
-        self.mesh, self.exchange = one_of_equal(mesh), exchange
+        self.mesh, self.exchange = canonical_mesh(mesh), exchange
 
     def forward(
         self,
@@ -163,7 +163,7 @@ class MultiheadDilatedAttention(nn.Module):
         layer_norm_eps: Its epsilon.
         gamma_init: Gain of the initial value and output projections; MAGNETO's is `sqrt(log(2 * num_layers))` for a decoder.
         is_causal: Whether a query sees only keys at its own position and before, unless a call says otherwise.
-        backend: `"auto"` or the name of an engine.
+        backend: `"auto"` or the name of a backend.
         mesh: A 1-D `DeviceMesh` over which the sequence is sharded, such as `mesh["cp"]`. Default: the sequence is whole.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
         device: Where the parameters live.

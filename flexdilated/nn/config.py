@@ -35,7 +35,7 @@ class LongNetConfig:
         tie_embeddings: Whether the output head shares the weights of the embedding.
         dropout_p: Probability of dropping an element of a residual branch in training.
         attention_dropout_p: Probability of dropping an attention weight in training.
-        backend: Engine of the attention: `"auto"` or a name.
+        backend: Backend of the attention: `"auto"` or a name.
 
     Raises:
         ValueError: If a number is out of range or does not divide, the position is unknown, or some branch would have no head.

@@ -22,7 +22,7 @@ from flexdilated.core.integers import as_integer
 from flexdilated.core.tracing import holds_values
 from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.ranks import draw_alike
-from flexdilated.distributed.mesh import one_of_equal
+from flexdilated.distributed.mesh import canonical_mesh
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.distributed.unsharding import gather_tokens
 from flexdilated.nn.attention import MultiheadDilatedAttention
@@ -61,7 +61,7 @@ class LongNetLM(nn.Module):
 
     def __init__(self, config: LongNetConfig, *, mesh: DeviceMesh | None = None, exchange: str = "auto") -> None:
         super().__init__()
-        self.config, self.mesh, self.exchange = config, one_of_equal(mesh), exchange
+        self.config, self.mesh, self.exchange = config, canonical_mesh(mesh), exchange
         head_dim = config.embed_dim // config.num_heads
         gamma = math.sqrt(math.log(2 * config.num_layers))
 

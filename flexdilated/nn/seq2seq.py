@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.distributed.mesh import one_of_equal
+from flexdilated.distributed.mesh import canonical_mesh
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.initial_weights import reset_modules, set_initial_projections
@@ -53,7 +53,7 @@ class CrossAttention(nn.Module):
         exchange: str = "auto",
     ) -> None:
         super().__init__()
-        self.num_heads, self.dropout_p, self.mesh, self.exchange = num_heads, dropout_p, one_of_equal(mesh), exchange
+        self.num_heads, self.dropout_p, self.mesh, self.exchange = num_heads, dropout_p, canonical_mesh(mesh), exchange
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
         set_initial_projections(self, gamma_init)
 
@@ -94,7 +94,7 @@ class CrossAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        ignored: Tensor | None,
+        key_padding_mask: Tensor | None,
         query_lengths: Sequence[int] | None,
         key_lengths: Sequence[int] | None,
     ) -> Tensor:
@@ -104,8 +104,10 @@ class CrossAttention(nn.Module):
         _, keys = local_shard_lengths(self.mesh, k.shape[1], key_lengths)
         lengths, here = tuple(map(max, queries, keys)), q.shape[1]
         if lengths != keys:  # alike on all ranks
-            ignored = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device) if ignored is None else ignored
-            ignored = F.pad(ignored, (0, lengths[rank] - k.shape[1]), value=True)
+            key_padding_mask = (
+                torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device) if key_padding_mask is None else key_padding_mask
+            )
+            key_padding_mask = F.pad(key_padding_mask, (0, lengths[rank] - k.shape[1]), value=True)
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, lengths[rank] - x.shape[1])) for x in (q, k, v))
         out = dilated_attention(
             q,
@@ -113,7 +115,7 @@ class CrossAttention(nn.Module):
             v,
             EVERYTHING,
             dropout_p=self.dropout_p if self.training else 0.0,
-            key_padding_mask=ignored,
+            key_padding_mask=key_padding_mask,
             mesh=self.mesh,
             exchange=self.exchange,
             shard_lengths=lengths,
@@ -205,7 +207,7 @@ class LongNet(nn.Module):
         decoder_is_causal: Whether a target token sees only those before it.
         cross_is_causal: Whether a target token sees only the memory up to its own position; only in dilated cross-attention.
         cross_attention: `"dilated"` or `"dense"`.
-        backend: `"auto"` or the name of an engine, of all dilated attention; dense cross-attention is torch's own.
+        backend: `"auto"` or the name of a backend, of all dilated attention; dense cross-attention is torch's own.
         mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`: `forward` takes and returns this rank's contiguous shards. Default: none.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
         device: Where the parameters live.
@@ -246,7 +248,7 @@ class LongNet(nn.Module):
             raise ValueError(f"cross_attention must be 'dilated' or 'dense', got {cross_attention!r}")
         if cross_attention == "dense" and cross_is_causal:
             raise ValueError("cross_is_causal must be False with cross_attention='dense', which has no positions, got True")
-        self.d_model, self.cross_attention, self.mesh = d_model, cross_attention, one_of_equal(mesh)
+        self.d_model, self.cross_attention, self.mesh = d_model, cross_attention, canonical_mesh(mesh)
         self.pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads)
         decoder_gamma = math.sqrt(math.log(3 * num_decoder_layers))
         encoder_gamma = decoder_gamma * math.sqrt(math.log(2 * num_encoder_layers) / 3)

@@ -78,7 +78,7 @@ def create_model(
         order: Curve along which tiles follow one another. Default: as they are given, as in the published weights.
         dropout: Probability of dropping an element, in training.
         drop_path_rate: Probability of dropping the branches of the last layer, in training.
-        backend: Engine of the attention.
+        backend: Backend of the attention.
         mesh: The ranks that share the tiles of a slide.
 
     Returns:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.core.integers import is_integer
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
-from flexdilated.distributed.mesh import one_of_equal
+from flexdilated.distributed.mesh import canonical_mesh
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.distributed.unsharding import unshard_sequence
 from flexdilated.hub.encoder import LongNetEncoder
@@ -46,7 +46,7 @@ class LongNetViT(nn.Module):
         dropout: Probability, in training, of dropping an element of the tokens and of every branch.
         drop_path_rate: Probability, in training, that the last layer's branches are dropped for a whole slide.
         norm_eps: Epsilon of `norm`; those of the encoder are 1e-5.
-        backend: Engine of the attention: `"auto"` or a name.
+        backend: Backend of the attention: `"auto"` or a name.
         mesh: A 1-D `DeviceMesh` over which the tiles of one slide are sharded. Default: slides are whole.
 
     Raises:
@@ -86,7 +86,7 @@ class LongNetViT(nn.Module):
             raise ValueError(f"order must be None or one of {ORDERS}, got {order!r}")
         if order is not None and mesh is not None:
             raise NotImplementedError(f"order must be None with mesh, got {order!r}: a rank holds a part of the slide alone")
-        self.order, self.mesh, self.drop_path_rate = order, one_of_equal(mesh), drop_path_rate
+        self.order, self.mesh, self.drop_path_rate = order, canonical_mesh(mesh), drop_path_rate
         self.in_chans, self.embed_dim, self.global_pool = in_chans, embed_dim, global_pool
         self.slide_ngrids, self.tile_size = slide_ngrids, tile_size
         self.patch_embed = nn.Sequential(OrderedDict(proj=nn.Linear(in_chans, embed_dim)))

@@ -1,4 +1,4 @@
-"""The table of engines and kernels, the choice, and the two CPU kernels against each other."""
+"""The table of backends and kernels, the choice, and the two CPU kernels against each other."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import environment
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
-from flexdilated.backends import BACKENDS, Request, choose_kernel, crossovers, engines
+from flexdilated.backends import BACKENDS, DispatchKey, choose_kernel, crossovers, dispatch
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.dense import sdpa
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.kernel import Dropout, Kernel, Options
-from flexdilated.backends.triton import engine as triton_engine
+from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.core.lse import for_backward
-from tests.cases import Case, run_engine, run_reference
+from tests.cases import Case, run_backend, run_reference
 from tests.hardware import simulate
 from tests.tolerances import EXACT
 
@@ -29,26 +29,26 @@ CPU, MPS = simulate("cpu"), simulate("mps")
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
 
 
-def request(**changes: object) -> Request:
-    return Request(**{"hardware": CPU, "dtype": torch.float32, "head_dim": 7, **changes})  # type: ignore[arg-type]
+def request(**changes: object) -> DispatchKey:
+    return DispatchKey(**{"hardware": CPU, "dtype": torch.float32, "head_dim": 7, **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
 def builder(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that can build triton's launcher, and forms of triton that have run on an sm_90."""
-    monkeypatch.setattr(triton_engine, "UNBUILT", None)
+    monkeypatch.setattr(triton_backend, "UNBUILT", None)
     forms = ("forward", "backward", "forward, grouped heads")
     monkeypatch.setattr(crossovers, "RAN", tuple(("triton", form, "sm_90") for form in forms))
 
 
-# -- engines ------------------------------------------------------------------------------------------------------------------
+# -- backends ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("level", "changes", "engine"),
+    ("level", "changes", "backend"),
     [
         ("sm_80", {}, "flex"),
-        ("sm_90", {"dtype": torch.bfloat16, "differentiable": True, "masked": True}, "flex"),
+        ("sm_90", {"dtype": torch.bfloat16, "differentiable": True, "key_padding_mask": True}, "flex"),
         ("sm_80", {"modified": False, "dtype": torch.bfloat16}, "sdpa"),  # nothing has measured one
         ("sm_90", {"modified": False, "dtype": torch.bfloat16}, "triton"),
         ("sm_90", {"modified": False, "dtype": torch.bfloat16, "differentiable": True}, "triton"),
@@ -69,15 +69,15 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mps", {}, "sdpa"),
     ],
 )
-def test_auto_takes_what_is_fastest_on_a_gpu_and_flex_for_functions(level: str, changes: dict[str, object], engine: str) -> None:
+def test_auto_takes_what_is_fastest_on_a_gpu_and_flex_for_functions(level: str, changes: dict[str, object], backend: str) -> None:
     asked = request(**{"hardware": simulate(level), "head_dim": 16, "modified": True, **changes})
-    assert backends.choose("auto", asked) == engine
+    assert backends.choose("auto", asked) == backend
 
 
 def test_auto_leaves_triton_out_where_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request(hardware=simulate("sm_90"), head_dim=64, dtype=torch.bfloat16)
     assert backends.choose("auto", asked) == "triton"
-    monkeypatch.setattr(triton_engine, "UNBUILT", "triton needs a C compiler")
+    monkeypatch.setattr(triton_backend, "UNBUILT", "triton needs a C compiler")
     assert backends.choose("auto", asked) == "sdpa"
     assert backends.choose("triton", asked) == "triton"  # its cache may hold what was built elsewhere
 
@@ -94,9 +94,9 @@ def test_auto_takes_no_form_that_changed_since_a_gpu_ran_it(monkeypatch: pytest.
 
 def test_kept_forms_are_those_of_this_code() -> None:
     for entry in json.loads(crossovers.FILE.read_text())["ran"]:
-        assert entry["source"] == environment.source_of(entry["engine"], entry["form"]), (
-            f"{entry['engine']}, {entry['form']} has changed since {entry['commit']} ran on {entry['device']}; remove the entry: "
-            "backend='auto' takes another engine until python -m benchmarks.gpu --all has run there"
+        assert entry["source"] == environment.source_of(entry["backend"], entry["form"]), (
+            f"{entry['backend']}, {entry['form']} has changed since {entry['commit']} ran on {entry['device']}; remove the entry: "
+            "backend='auto' takes another backend until python -m benchmarks.gpu --all has run there"
         )
 
 
@@ -111,12 +111,12 @@ def test_a_form_is_known_by_its_code_alone() -> None:
 def test_what_triton_is_built_with_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "C compiler" in str(triton_engine._unbuilt())
+    assert "C compiler" in str(triton_backend._unbuilt())
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(triton_engine.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "headers" in str(triton_engine._unbuilt())
+    monkeypatch.setattr(triton_backend.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "headers" in str(triton_backend._unbuilt())
     (tmp_path / "Python.h").touch()
-    assert triton_engine._unbuilt() is None
+    assert triton_backend._unbuilt() is None
 
 
 def test_auto_keeps_to_deterministic_algorithms() -> None:
@@ -133,8 +133,8 @@ def test_auto_computes_what_flex_does_not_take(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*arguments: object) -> None:
         raise NotImplementedError("score_mod and mask_mod must be functions that flex_attention compiles")
 
-    monkeypatch.setattr(engines, "choose", lambda *arguments, **options: "flex")
-    monkeypatch.setattr(engines.flex, "attend", refuse)
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments, **options: "flex")
+    monkeypatch.setattr(dispatch.flex, "attend_flex", refuse)
     q, k, v, _, _ = Case(PATTERN).tensors()
     functions = {"score_mod": lambda s, b, h, i, j: s - 0.1 * (i - j).abs()}
     out = dilated_attention(q, k, v, PATTERN, **functions)
@@ -151,7 +151,7 @@ def test_auto_never_takes_the_oracle() -> None:
         backends.choose("auto", asked)
 
 
-def test_auto_gives_every_reason_where_no_engine_can() -> None:
+def test_auto_gives_every_reason_where_no_backend_can() -> None:
     asked = request(hardware=MPS, dtype=torch.float64, dropout=True)
     with pytest.raises(NotImplementedError, match="no backend can run this on mps: ") as error:
         backends.choose("auto", asked)
@@ -162,7 +162,7 @@ def test_auto_gives_every_reason_where_no_engine_can() -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_named_engine_runs_or_raises_its_own_reason(name: str) -> None:
+def test_a_named_backend_runs_or_raises_its_own_reason(name: str) -> None:
     asked = request(hardware=MPS, dtype=torch.float64, dropout=True)
     reason = backends.why_not(name, asked)
     with pytest.raises(NotImplementedError) as error:
@@ -170,13 +170,13 @@ def test_a_named_engine_runs_or_raises_its_own_reason(name: str) -> None:
     assert str(error.value) == f"backend {name!r} cannot run this on mps: {reason}"
 
 
-def test_unknown_engines_are_rejected() -> None:
+def test_unknown_backends_are_rejected() -> None:
     for ask in (backends.choose, backends.why_not):
         with pytest.raises(ValueError, match=r"backend must be one of \('auto', 'sdpa', .*\), got 'fast'"):
             ask("fast", request())
 
 
-def test_attention_never_replaces_a_named_engine() -> None:
+def test_attention_never_replaces_a_named_backend() -> None:
     q, k, v, _, _ = Case(PATTERN).tensors()
     with pytest.raises(NotImplementedError, match=r"backend 'reference' cannot run this on cpu: the oracle has no dropout; use"):
         dilated_attention(q, k, v, PATTERN, dropout_p=0.1, backend="reference")
@@ -222,7 +222,7 @@ def test_functions_and_transforms_have_rows_of_their_own(asked: dict[str, object
         ("sm_90", 92000, {"head_dim": 129}, "flash"),
         ("sm_90", 92000, {"head_dim": 127, "dlse": True}, "cudnn"),
         ("sm_90", 92000, {"head_dim": 128, "dlse": True}, "flash"),
-        ("sm_90", 92000, {"masked": True}, "efficient"),
+        ("sm_90", 92000, {"key_padding_mask": True}, "efficient"),
         ("sm_90", 92000, {"packed": True}, "flash"),
     ],
 )
@@ -253,7 +253,7 @@ def test_kernel_refusal_is_the_text_of_why_not() -> None:
         ("flash", {}, "it runs on CUDA only"),
         ("flash", {"hardware": simulate("sm_75"), "dtype": torch.float16}, "it needs sm_80 or newer"),
         ("flash", {"hardware": simulate("sm_80")}, "it has no float32 kernel there"),
-        ("flash", {"hardware": simulate("sm_80"), "dtype": torch.float16, "masked": True}, "it has no key padding mask"),
+        ("flash", {"hardware": simulate("sm_80"), "dtype": torch.float16, "key_padding_mask": True}, "it has no key padding mask"),
         (
             "flash",
             {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 256, "dlse": True},
@@ -266,17 +266,17 @@ def test_kernel_refusal_is_the_text_of_why_not() -> None:
         ),
         (
             "cudnn",
-            {"hardware": simulate("sm_80"), "dtype": torch.float16, "masked": True},
+            {"hardware": simulate("sm_80"), "dtype": torch.float16, "key_padding_mask": True},
             "cuDNN is not used with a key padding mask",
         ),
         ("efficient", {"hardware": simulate("sm_75"), "dtype": torch.bfloat16}, "it has no bfloat16 kernel there"),
         ("efficient", {"hardware": simulate("sm_80"), "dtype": torch.float64}, "it has no float64 kernel there"),
         ("efficient", {"hardware": simulate("sm_80"), "dropout": True}, "attention dropout runs on the math kernel only"),
         ("math", {"hardware": MPS, "dtype": torch.float64}, "MPS has no float64"),
-        ("cpu_flash", {"masked": True}, "None"),
+        ("cpu_flash", {"key_padding_mask": True}, "None"),
         ("flash", {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 256}, "None"),
         ("cudnn", {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 128}, "None"),
-        ("efficient", {"hardware": simulate("sm_60"), "dtype": torch.float16, "masked": True}, "None"),
+        ("efficient", {"hardware": simulate("sm_60"), "dtype": torch.float16, "key_padding_mask": True}, "None"),
         ("math", {"hardware": MPS, "dropout": True}, "None"),
     ],
 )
@@ -310,7 +310,7 @@ def test_math_equals_cpu_flash_and_the_reference_in_chunks(
     results = []
     for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
         with sdpa_kernel(kernel):
-            results.append(run_engine(case, "auto"))
+            results.append(run_backend(case, "auto"))
     for result in results:
         torch.testing.assert_close(result, expected, **EXACT)
 

@@ -1,4 +1,4 @@
-"""The flex engine's kernels for GPUs without a GPU: the cases of test_gpu_flex.py through what inductor prints, in the interpreter.
+"""The flex backend's GPU kernels without a GPU: the cases of test_gpu_flex.py through what inductor prints, in the interpreter.
 
 `nox -s emulated` runs them, with a torch that was built for CUDA.
 """
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-import flexdilated.backends.flex.engine
+import flexdilated.backends.flex.backend
 from flexdilated.backends.flex import kernel
-from flexdilated.core import request
+from flexdilated.core import dispatch_key
 from flexdilated.masks import block_mask
 from tests.backends import test_gpu_flex
 from tests.backends.printed_kernels import Printer, backend, printing
@@ -87,12 +87,12 @@ def call_by(printer: Printer, given: list[bool]) -> Callable[..., Any]:
 
 @pytest.fixture
 def contiguous_keys(printer: Printer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """The flex engine as on a GPU; says of each call whether its keys were contiguous."""
+    """The flex backend as on a GPU; says of each call whether its keys were contiguous."""
     given: list[bool] = []
     monkeypatch.setattr(test_gpu_flex, "DEVICE", "cpu")
-    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.backends.flex.backend, "_on_cpu", lambda q: False)
     monkeypatch.setattr(kernel, "call", call_by(printer, given))
-    monkeypatch.setattr(request, "detect", lambda device: simulate(f"sm_{LEVEL}"))
+    monkeypatch.setattr(dispatch_key, "detect", lambda device: simulate(f"sm_{LEVEL}"))
     monkeypatch.setattr(block_mask, "_full_width", narrow)
     block_mask._find_lists.cache_clear()
     yield given

@@ -1,4 +1,4 @@
-"""The flash engine: what it refuses, and on stand-ins for both of its packages every call against the oracle."""
+"""The flash backend: what it refuses, and on stand-ins for both of its packages every call against the oracle."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-import flexdilated.core.request
+import flexdilated.core.dispatch_key
 from flexdilated import DilatedPattern, backends, dilated_attention
-from flexdilated.backends import BACKENDS, Request, choose_kernel
+from flexdilated.backends import BACKENDS, DispatchKey, choose_kernel
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.dense import flash, flash_kernels, piece_loop
 from flexdilated.backends.kernel import Options
 from flexdilated.core.hardware import detect
-from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
+from tests.cases import Case, differentiate, run_backend, run_plain, run_reference
 from tests.hardware import simulate
 from tests.tolerances import EXACT, assert_twice_naive
 
@@ -54,8 +54,8 @@ CASES = {
 CALLS = [(kernel, case) for kernel in KERNEL for case in CASES if (kernel, case) != ("flash_attn", "head_dim_256")]
 
 
-def request(**changes: object) -> Request:
-    return Request(**{"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 64, **changes})  # type: ignore[arg-type]
+def request(**changes: object) -> DispatchKey:
+    return DispatchKey(**{"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 64, **changes})  # type: ignore[arg-type]
 
 
 # -- stand-ins ----------------------------------------------------------------------------------------------------------------
@@ -231,9 +231,9 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def place(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the flash engine run one of its kernels on this CPU in every dtype."""
+    """Let the flash backend run one of its kernels on this CPU in every dtype."""
     placed = replace(KERNEL[kernel], why_not=lambda request: None)
-    monkeypatch.setitem(backends.KERNEL_ENGINES, "flash", lambda request: (placed,))
+    monkeypatch.setitem(backends.KERNEL_BACKENDS, "flash", lambda request: (placed,))
     monkeypatch.setitem(BACKENDS, "flash", lambda request: None)
 
 
@@ -270,7 +270,7 @@ OTHER_LEVEL = "flash-attn-4 runs on sm_90, sm_100, sm_103, sm_110 only"
         ({"hardware": simulate("sm_75")}, "flash-attn needs sm_80 or newer; use backend='sdpa'"),
         ({"dtype": torch.float32}, "flash-attn has no float32 kernel; use backend='sdpa'"),
         ({"dtype": torch.float64}, "flash-attn has no float64 kernel; use backend='sdpa'"),
-        ({"masked": True}, "flash-attn has no key padding mask; use backend='sdpa'"),
+        ({"key_padding_mask": True}, "flash-attn has no key padding mask; use backend='sdpa'"),
         ({"dropout": True}, "flash-attn's dropout is not used here: the math kernel's is; use backend='sdpa'"),
         ({"modified": True}, "flash-attn has no score_mod or mask_mod; use backend='flex' or backend='sdpa'"),
     ],
@@ -368,7 +368,7 @@ def test_version_is_read_as_numbers(found: str | None, numbers: tuple[int, ...] 
     assert flash._installed("flash-attn") == numbers
 
 
-def test_extra_installs_versions_that_the_engine_takes() -> None:
+def test_extra_installs_versions_that_the_backend_takes() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     least, newest = (flash._dotted(numbers) for numbers in flash.VERSIONS_4)
     assert f'flash = ["flash-attn-4>={least},<={newest}; ' in text
@@ -429,7 +429,7 @@ def test_flash_equals_the_reference(kernel: str, name: str, views: bool, package
     if views:
         monkeypatch.setattr(piece_loop, "packs", lambda device: False)
     case = CASES[name]
-    torch.testing.assert_close(run_engine(case, "flash"), run_reference(case), **EXACT)
+    torch.testing.assert_close(run_backend(case, "flash"), run_reference(case), **EXACT)
     assert package.count("backward") > 0
 
 
@@ -440,9 +440,9 @@ def test_flash_runs_by_its_own_word_in_low_precision(
     level: str, dtype: torch.dtype, is_causal: bool, package: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, (2, 7, 3), FOUR)
-    monkeypatch.setattr(flexdilated.core.request, "detect", lambda device: simulate(level))
+    monkeypatch.setattr(flexdilated.core.dispatch_key, "detect", lambda device: simulate(level))
     case = Case(PATTERN, kv_heads=3, group=2, head_dim=24, is_causal=is_causal, lse_gradient=False)
-    actual, naive, expected = run_engine(case, "flash", dtype), run_plain(case, dtype), run_reference(case, dtype)
+    actual, naive, expected = run_backend(case, "flash", dtype), run_plain(case, dtype), run_reference(case, dtype)
     for i in (0, 2, 3, 4):
         assert actual[i].dtype == dtype
         assert_twice_naive(actual[i], naive[i], expected[i])
@@ -546,7 +546,7 @@ def test_compiler_traces_the_choice_of_a_package(level: str, kernel: str, packag
     torch._dynamo.reset()
     hardware, case = simulate(level), Case(DilatedPattern((23, 47), (1, 3)), kv_heads=2, head_dim=8)
     install(monkeypatch, TWO, FOUR)
-    monkeypatch.setattr(flexdilated.core.request, "detect", lambda device: hardware)
+    monkeypatch.setattr(flexdilated.core.dispatch_key, "detect", lambda device: hardware)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return dilated_attention(q, k, v, case.pattern, return_lse=True, backend="flash")
@@ -567,10 +567,10 @@ def test_compiler_traces_the_choice_of_a_package(level: str, kernel: str, packag
 @pytest.mark.parametrize("name", CASES)
 def test_the_package_errs_at_most_twice_as_much_as_plain_pytorch(name: str, dtype: torch.dtype) -> None:
     case = replace(CASES[name], lse_gradient=False)
-    reason = backends.why_not("flash", Request(detect("cuda"), dtype, case.head_dim, case.group))
+    reason = backends.why_not("flash", DispatchKey(detect("cuda"), dtype, case.head_dim, case.group))
     if reason is not None:
         pytest.skip(reason)
-    actual = run_engine(case, "flash", dtype, "cuda")
+    actual = run_backend(case, "flash", dtype, "cuda")
     whole = replace(case, pattern=PATTERN, borders=None)  # plain PyTorch's error: of the unmasked whole, as in test_gpu.py
     expected, exact, naive = run_reference(case, dtype), run_reference(whole, dtype), run_plain(whole, dtype)
     for i in (0, 2, 3, 4):

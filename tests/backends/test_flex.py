@@ -1,4 +1,4 @@
-"""The flex engine as it runs here: compiled CPU inference, its choice of layout, its guards, and what it refuses."""
+"""The flex backend as it runs here: compiled CPU inference, its choice of layout, its guards, and what it refuses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-import flexdilated.backends.flex.engine
+import flexdilated.backends.flex.backend
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
-from flexdilated.backends import BACKENDS, Request, choose, crossovers
+from flexdilated.backends import BACKENDS, DispatchKey, choose, crossovers
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.flex import rows, tiles
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
@@ -145,11 +145,11 @@ def attend_with(options: dict[str, Any]) -> None:
 def test_batches_and_lengths_are_no_kinds_of_their_own(eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device: what is traced counts, not what it computes."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flexdilated.backends.flex.engine, "_layout", lambda *args: "packed")
+    monkeypatch.setattr(flexdilated.backends.flex.backend, "_layout", lambda *args: "packed")
     pattern = DilatedPattern((128, 256), (1, 2))
     for batch, num_tokens in ((1, 512), (2, 4096), (3, 512)):
         q, k, v = (torch.empty(batch, num_tokens, 12, 16, device="meta") for _ in range(3))
-        flexdilated.backends.flex.engine.attend(q, k, v, Call(pattern, False, 1.0))
+        flexdilated.backends.flex.backend.attend_flex(q, k, v, Call(pattern, False, 1.0))
     kinds = flex._compiled.cache_info().currsize
     assert kinds == 2  # 12 or 6 heads have an offset
     assert eagerly.frame_count <= 4 * kinds
@@ -282,9 +282,9 @@ def test_packed_tiles_are_those_of_the_masks_that_run(
     k = q[:, :, :kv_heads]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "call", count)
-        patch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
-        patch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: "packed")
-        flexdilated.backends.flex.engine.attend(q, k, k, Call(pattern, is_causal, 1.0, return_lse=True))
+        patch.setattr(flexdilated.backends.flex.backend, "_on_cpu", lambda q: False)
+        patch.setattr(flexdilated.backends.flex.backend, "choose_layout", lambda pattern, call: "packed")
+        flexdilated.backends.flex.backend.attend_flex(q, k, k, Call(pattern, is_causal, 1.0, return_lse=True))
     assert packed_cost(pattern, Shape(2, num_tokens, kv_heads * 2, kv_heads, 1, 8, is_causal)).tiles == visited
 
 
@@ -308,10 +308,10 @@ def test_short_sequences_are_fused_and_long_ones_packed() -> None:
 @pytest.mark.parametrize("layout", ["packed", "fused"])
 def test_the_choice_is_obeyed(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     ran = []
-    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
-    monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: layout)
+    monkeypatch.setattr(flexdilated.backends.flex.backend, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.backends.flex.backend, "choose_layout", lambda pattern, call: layout)
     for name in ("_packed", "_fused"):
-        monkeypatch.setattr(flexdilated.backends.flex.engine, name, lambda q, *_, name=name: ran.append(name) or (q, None))
+        monkeypatch.setattr(flexdilated.backends.flex.backend, name, lambda q, *_, name=name: ran.append(name) or (q, None))
     x = torch.randn(1, 30, 2, 16)
     dilated_attention(x, x, x, DilatedPattern((6,), (2,)), backend="flex")
     # What one call cannot do goes to pieces, whatever it costs.
@@ -334,11 +334,11 @@ def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypa
     """The choice of a layout, both layouts, masks and functions, down to the operator; on a CPU only the fused one runs."""
     torch._dynamo.reset()
     monkeypatch.setattr(flex, "call", dense_flex)
-    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.backends.flex.backend, "_on_cpu", lambda q: False)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     monkeypatch.setitem(BACKENDS, "flex", lambda request: None)
     if layout is not None:
-        monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, shape: layout)
+        monkeypatch.setattr(flexdilated.backends.flex.backend, "choose_layout", lambda pattern, shape: layout)
     model = MultiheadDilatedAttention(32, 2, DilatedPattern((32, 64), (1, 2)), is_causal=True, backend="flex")
     table = torch.randn(2, 200, requires_grad=True)
     options: dict[str, Any] = {}
@@ -380,11 +380,11 @@ def test_documents_in_compiled_code_are_refused_by_name(backend: str) -> None:
 def test_compilers_ask_for_the_layout_once(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million tokens have thousands of blocks: to trace how they are counted would take minutes."""
     torch._dynamo.reset()
-    engine = flexdilated.backends.flex.engine
-    monkeypatch.setattr(engine, "_on_cpu", lambda q: False)
+    backend = flexdilated.backends.flex.backend
+    monkeypatch.setattr(backend, "_on_cpu", lambda q: False)
     for factor, name in ((2, "_packed"), (3, "_fused")):
-        monkeypatch.setattr(engine, name, lambda q, *_, factor=factor: (factor * q, None))
-    run = torch.compile(lambda q: engine.attend(q, q, q, Call(LONGNET, True, 1.0))[0], fullgraph=True, backend="eager")
+        monkeypatch.setattr(backend, name, lambda q, *_, factor=factor: (factor * q, None))
+    run = torch.compile(lambda q: backend.attend_flex(q, q, q, Call(LONGNET, True, 1.0))[0], fullgraph=True, backend="eager")
     chosen = choose_layout(LONGNET, Shape(1, num_tokens, 12, 12, 1, 4, True))
     assert run(torch.ones(1, num_tokens, 12, 1)).mean() == {"packed": 2, "fused": 3}[chosen]
 
@@ -509,12 +509,16 @@ def test_launches_beyond_the_grid_are_refused() -> None:
         ("sm_75", {}, r"needs sm_80 or newer; use backend='sdpa'"),
         ("mps", {}, r"runs on CPU and CUDA only; use backend='sdpa'"),
         ("sm_90", {"head_dim": 8}, r"head_dim must be at least 16 for flex_attention on CUDA, got 8"),
-        ("sm_80", {"dtype": torch.bfloat16, "head_dim": 16, "masked": True, "modified": True, "differentiable": True}, None),
+        (
+            "sm_80",
+            {"dtype": torch.bfloat16, "head_dim": 16, "key_padding_mask": True, "modified": True, "differentiable": True},
+            None,
+        ),
         ("sm_100", {"dtype": torch.bfloat16, "head_dim": 48, "group": 3}, None),
     ],
 )
 def test_says_why_not_and_what_instead(hardware: str, changes: dict[str, Any], reason: str | None) -> None:
-    request = Request(**{"hardware": simulate(hardware), "dtype": torch.float32, "head_dim": 64} | changes)
+    request = DispatchKey(**{"hardware": simulate(hardware), "dtype": torch.float32, "head_dim": 64} | changes)
     if reason is None:
         assert choose("flex", request) == "flex"
     else:
@@ -564,7 +568,7 @@ def test_auto_follows_the_measurements() -> None:
             "differentiable": True,
             "num_tokens": 2000,
         }
-        return crossovers.prefer(Request(**values | changes), table)[0]
+        return crossovers.prefer(DispatchKey(**values | changes), table)[0]
 
     assert [first(num_tokens=n) for n in (1, 1024, 2047, 2048, 1 << 20)] == ["flex", "flex", "flex", "sdpa", "sdpa"]
     assert [first(num_tokens=n, head_dim=100) for n in (1, 8191, 8192, 1 << 20)] == ["sdpa", "sdpa", "flex", "flex"]
@@ -574,15 +578,15 @@ def test_auto_follows_the_measurements() -> None:
     assert crossovers.faster({"flex_over_sdpa": None, "triton_over_sdpa": 0.96}) == "sdpa"
     assert first(hardware=simulate("sm_80")) == first(dtype=torch.float16) == crossovers.DEFAULT[0]
     for name in ("cpu", "sm_75", "sm_90", "mps"):
-        assert sorted(crossovers.prefer(Request(simulate(name), torch.bfloat16, 64), table)) == sorted(crossovers.DEFAULT)
+        assert sorted(crossovers.prefer(DispatchKey(simulate(name), torch.bfloat16, 64), table)) == sorted(crossovers.DEFAULT)
 
 
-def test_auto_asks_on_when_the_preferred_engine_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_asks_on_when_the_preferred_backend_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = (crossovers.Crossover("sm_90", "bfloat16", True, 64, 0, "flex"),)
     monkeypatch.setattr(crossovers, "KEPT", kept)
-    request = Request(simulate("sm_90"), torch.bfloat16, 64, differentiable=True)
+    request = DispatchKey(simulate("sm_90"), torch.bfloat16, 64, differentiable=True)
     assert choose("auto", request) == "flex"
-    assert choose("auto", Request(simulate("sm_90"), torch.bfloat16, 64, differentiable=True, dropout=True)) == "sdpa"
+    assert choose("auto", DispatchKey(simulate("sm_90"), torch.bfloat16, 64, differentiable=True, dropout=True)) == "sdpa"
 
 
 def test_what_is_measured_anew_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +596,7 @@ def test_what_is_measured_anew_leaves_the_rest(tmp_path: Path, monkeypatch: pyte
 
     kept = json.loads(crossovers.FILE.read_text())
     file = tmp_path / "crossovers.json"
-    monkeypatch.setattr(crossover, "over_sdpa", lambda engine, tokens, *_, **__: 7.0)
+    monkeypatch.setattr(crossover, "over_sdpa", lambda backend, tokens, *_, **__: 7.0)
     crossover.main(["--device", "cpu", "--tokens", "4096", "512", "--file", str(file)])
     found = json.loads(file.read_text())
     new = [entry for entry in found["measured"] if entry.get("flex_over_sdpa") == 7.0]
@@ -604,7 +608,7 @@ def test_what_is_measured_anew_leaves_the_rest(tmp_path: Path, monkeypatch: pyte
     assert found["provenance"][:-1] == kept["provenance"]  # of what stays
 
 
-def test_an_engine_that_is_measured_anew_leaves_the_others() -> None:
+def test_a_backend_that_is_measured_anew_leaves_the_others() -> None:
     from benchmarks import crossover
 
     setting = {"device": "sm_80", "dtype": "bfloat16", "training": True, "head_dim": 64, "tokens": 1024}

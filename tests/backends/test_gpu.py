@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import Request, choose_kernel
+from flexdilated.backends import DispatchKey, choose_kernel
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.core.hardware import detect
-from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
+from tests.cases import Case, differentiate, run_backend, run_plain, run_reference
 from tests.tolerances import EXACT, SINGLE, assert_twice_naive
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ CASES = {
 
 
 def skip_unless_it_runs(kernel: str, case: Case, dtype: torch.dtype) -> None:
-    request = Request(detect("cuda"), dtype, case.head_dim, case.group, masked=case.ignored is not None)
+    request = DispatchKey(detect("cuda"), dtype, case.head_dim, case.group, key_padding_mask=case.ignored is not None)
     reason = KERNEL[kernel].why_not(request)
     if reason is not None:
         pytest.skip(f"{kernel}: {reason}")
@@ -53,9 +53,9 @@ def run(kernel: str, case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv by one kernel, on CPU."""
     with sdpa_kernel(SWITCHES[kernel]):
         skip_unless_it_runs(kernel, case, dtype)
-        request = Request(detect("cuda"), dtype, case.head_dim, case.group, masked=case.ignored is not None)
+        request = DispatchKey(detect("cuda"), dtype, case.head_dim, case.group, key_padding_mask=case.ignored is not None)
         assert choose_kernel("sdpa", request).name == kernel
-        return tuple(x.cpu() for x in run_engine(case, "sdpa", dtype, "cuda"))
+        return tuple(x.cpu() for x in run_backend(case, "sdpa", dtype, "cuda"))
 
 
 @pytest.mark.parametrize("kernel", ["efficient", "math"])

@@ -1,4 +1,4 @@
-"""The flex engine on CUDA: both layouts against the oracle and the sdpa engine, and what surrounds the kernel.
+"""The flex backend on CUDA: both layouts against the oracle and the sdpa backend, and what surrounds the kernel.
 
 Much of the time goes to compiling one kernel per kind of call: `pytest -m gpu -n 8` (pytest-xdist) shares it among cores.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-import flexdilated.backends.flex.engine
+import flexdilated.backends.flex.backend
 from benchmarks.attention import Inputs, assert_rows_match_definition
 from flexdilated import (
     DilatedPattern,
@@ -120,7 +120,7 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: layout)
+    monkeypatch.setattr(flexdilated.backends.flex.backend, "choose_layout", lambda pattern, call: layout)
 
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, indirect=True)
@@ -360,7 +360,7 @@ def run_rows(attend: Any, is_causal: bool, modified: bool, device: str, dtype: t
         return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
     q, k, v, table = draw(3, 2, 300, 64), draw(3, 1, 421, 64), draw(3, 1, 421, 64), draw(4, 4096)
-    dout, hidden = draw(3, 2, 300, 64).detach(), (torch.rand(3, 421, generator=generator) < 0.2).to(device)
+    dout, ignored = draw(3, 2, 300, 64).detach(), (torch.rand(3, 421, generator=generator) < 0.2).to(device)
     heads = torch.tensor([[0, 1], [2, 3], [0, 1]], dtype=torch.int32, device=device)
     first = torch.tensor([7, 9, 1200], dtype=torch.int32, device=device)
     lanes = Lanes(torch.tensor([0, 0, 1], dtype=torch.int32, device=device), heads, first, 3, 110, 0)
@@ -369,7 +369,7 @@ def run_rows(attend: Any, is_causal: bool, modified: bool, device: str, dtype: t
         "mask_mod": lambda b, h, i, j: (i - j) % 5 != h,
     }
     call = Call(DilatedPattern((421,), (1,)), is_causal, 0.125, **(functions if modified else {}))
-    out, lse = attend(q, k, v, hidden if modified else None, lanes, call)
+    out, lse = attend(q, k, v, ignored if modified else None, lanes, call)
     leaves = [q, k, v, *([table] if modified else [])]
     total = (out * dout).sum() + lse.masked_fill(lse == -torch.inf, 0.0).sum()
     return [x.detach().cpu() for x in (out, lse, *torch.autograd.grad(total, leaves))]

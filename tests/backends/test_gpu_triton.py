@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends import Request, why_not
+from flexdilated.backends import DispatchKey, why_not
 from flexdilated.backends.triton.tiles import DESCRIBED, LEAST_DESCRIBED_ROWS, tiles_of
 from flexdilated.core.hardware import detect
 from flexdilated.core.pieces import plan_pieces
 from tests.backends.test_gpu import CASES
-from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
+from tests.cases import Case, differentiate, run_backend, run_plain, run_reference
 from tests.tolerances import SINGLE, assert_twice_naive
 
 pytest.importorskip("triton")
@@ -48,7 +48,7 @@ MORE = {
 
 
 def skip_unless_it_runs(case: Case, dtype: torch.dtype) -> None:
-    request = Request(detect("cuda"), dtype, case.head_dim, case.group, masked=case.ignored is not None)
+    request = DispatchKey(detect("cuda"), dtype, case.head_dim, case.group, key_padding_mask=case.ignored is not None)
     reason = why_not("triton", request)
     if reason is not None:
         pytest.skip(reason)
@@ -60,7 +60,7 @@ def test_float32_equals_the_reference(name: str, is_causal: bool) -> None:
     case = replace(MORE[name], is_causal=is_causal)
     skip_unless_it_runs(case, torch.float32)
     torch.testing.assert_close(
-        [actual.cpu().double() for actual in run_engine(case, "triton", torch.float32, "cuda")],
+        [actual.cpu().double() for actual in run_backend(case, "triton", torch.float32, "cuda")],
         run_reference(case, torch.float32),
         **SINGLE,
     )
@@ -72,7 +72,7 @@ def test_float32_equals_the_reference(name: str, is_causal: bool) -> None:
 def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, is_causal: bool, dtype: torch.dtype) -> None:
     case = replace(MORE[name], is_causal=is_causal, lse_gradient=False)
     skip_unless_it_runs(case, dtype)
-    actual, expected = [x.cpu() for x in run_engine(case, "triton", dtype, "cuda")], run_reference(case, dtype)
+    actual, expected = [x.cpu() for x in run_backend(case, "triton", dtype, "cuda")], run_reference(case, dtype)
     whole = replace(case, pattern=PATTERN, ignored=None, borders=None, scale=None if case.scale is None else abs(case.scale))
     naive, exact = run_plain(whole, dtype), run_reference(whole, dtype)
     for i in (0, 2, 3, 4):
@@ -108,7 +108,7 @@ def test_long_segments_load_by_descriptors(name: str, monkeypatch: pytest.Monkey
         launches(kernel, programs, arguments, constants, *more)
 
     monkeypatch.setattr(launch, "_launch", noted)
-    run_engine(case, "triton", torch.bfloat16, "cuda")
+    run_backend(case, "triton", torch.bfloat16, "cuda")
     assert described == chosen
 
 
@@ -129,7 +129,7 @@ def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(name: s
         monkeypatch.setattr(launch, "PLANS", {})
         groups._groups.cache_clear()
         tabled.clear()
-        found.append(run_engine(case, "triton", torch.bfloat16, "cuda"))
+        found.append(run_backend(case, "triton", torch.bfloat16, "cuda"))
         assert (True in tabled) == (least == 2)
     groups._groups.cache_clear()
     assert all(map(torch.equal, *found))

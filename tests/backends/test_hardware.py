@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import Request, choose_kernel
+from flexdilated.backends import DispatchKey, choose_kernel
 from flexdilated.backends.dense import sdpa
 from flexdilated.backends.kernel import Options
 from flexdilated.core.hardware import SLOW_ON_CPU, detect, recommended_dtype
@@ -48,9 +48,11 @@ def test_level_gets_its_kernels(level: str) -> None:
     plain, masked, _ = TABLE[level]
     hardware = simulate(level)
     for dtype, kernel, masked_kernel in zip(DTYPES, plain, masked):
-        assert choose_kernel("sdpa", Request(hardware, dtype, head_dim=64)).name == kernel
-        assert choose_kernel("sdpa", Request(hardware, dtype, head_dim=64, group=4, masked=True)).name == masked_kernel
-        assert choose_kernel("sdpa", Request(hardware, dtype, head_dim=64, dropout=True)).name == "math"
+        assert choose_kernel("sdpa", DispatchKey(hardware, dtype, head_dim=64)).name == kernel
+        assert (
+            choose_kernel("sdpa", DispatchKey(hardware, dtype, head_dim=64, group=4, key_padding_mask=True)).name == masked_kernel
+        )
+        assert choose_kernel("sdpa", DispatchKey(hardware, dtype, head_dim=64, dropout=True)).name == "math"
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -62,7 +64,7 @@ def test_level_gets_its_dtype(level: str) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_level_s_kernel_is_right_where_this_machine_can_run_it(level: str, dtype: torch.dtype, masked: bool) -> None:
-    kernel = choose_kernel("sdpa", Request(simulate(level), dtype, head_dim=24, masked=masked)).name
+    kernel = choose_kernel("sdpa", DispatchKey(simulate(level), dtype, head_dim=24, key_padding_mask=masked)).name
     device = "cpu" if kernel in ("cpu_flash", "math") else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip(f"{kernel} runs on CUDA only, torch sees none")
@@ -87,7 +89,7 @@ def test_cpu_without_instructions_for_a_dtype_computes_in_float32(
     dtype: torch.dtype, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "SLOW_ON_CPU", {dtype})
-    kernel = choose_kernel("sdpa", Request(simulate("cpu"), dtype, head_dim=24, group=3))
+    kernel = choose_kernel("sdpa", DispatchKey(simulate("cpu"), dtype, head_dim=24, group=3))
     q, dout = (torch.randn(2, 6, 67, 24, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(2, 2, 67, 24, dtype=dtype) for _ in range(2))
     dlse, ignored = torch.randn(2, 6, 67), torch.rand(2, 67) < 0.3
@@ -106,7 +108,7 @@ def test_cpu_without_instructions_for_a_dtype_computes_in_float32(
 
 def test_wide_heads_leave_flash_for_the_memory_efficient_kernel() -> None:
     for head_dim, kernel in ((128, "flash"), (256, "flash"), (257, "efficient"), (512, "efficient")):
-        assert choose_kernel("sdpa", Request(simulate("sm_90"), FLOAT16, head_dim)).name == kernel
+        assert choose_kernel("sdpa", DispatchKey(simulate("sm_90"), FLOAT16, head_dim)).name == kernel
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])

@@ -11,7 +11,7 @@ from flexdilated import DilatedPattern
 from flexdilated.backends.dense import piece_loop, sdpa
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.kernel import Kernel, Options
-from tests.cases import Case, run_engine, run_reference
+from tests.cases import Case, run_backend, run_reference
 
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
 
@@ -80,7 +80,7 @@ def efficient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory-efficient kernel, given views instead of slabs, as on CUDA."""
     monkeypatch.setattr(piece_loop, "packs", lambda device: False)
     monkeypatch.setattr(sdpa, "aten", Efficient)
-    monkeypatch.setattr(piece_loop, "choose_kernel", lambda engine, request: KERNEL["efficient"])
+    monkeypatch.setattr(piece_loop, "choose_kernel", lambda backend, request: KERNEL["efficient"])
 
 
 @pytest.mark.usefixtures("efficient")
@@ -95,7 +95,7 @@ def efficient(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["plain", "gqa_causal_lse", "detached_mask"],
 )
 def test_the_efficient_backward_reads_the_outputs_that_it_is_meant_to(case: Case, dtype: torch.dtype) -> None:
-    actual, expected = run_engine(case, "auto", dtype), run_reference(case, dtype)
+    actual, expected = run_backend(case, "auto", dtype), run_reference(case, dtype)
     for i in (0, 2, 3, 4):
         error = (actual[i].double() - expected[i]).norm() / expected[i].norm()
         assert error < 4 * torch.finfo(dtype).eps  # of what half precision rounds; a wrong row gives 0.1 and more

@@ -1,4 +1,4 @@
-"""Users' score and mask functions: refusals, and every engine that runs them against the oracle."""
+"""Users' score and mask functions: refusals, and every backend that runs them against the oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import flexdilated.backends.autograd.functions
-import flexdilated.backends.flex.engine
+import flexdilated.backends.flex.backend
 from flexdilated import DilatedAttention, DilatedPattern, dilated_attention, reference
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.call import Call
@@ -97,13 +97,13 @@ def assert_as_the_oracle(case: Case, mods: Mods, attend: Callable[..., tuple[Ten
 
 @contextmanager
 def at_most(scores: int) -> Iterator[None]:
-    """The sdpa engine holds so many scores at once."""
+    """The sdpa backend holds so many scores at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flexdilated.backends.autograd.functions, "SCORES", scores)
         yield
 
 
-# -- the sdpa engine ------------------------------------------------------------------------------------------------------------
+# -- the sdpa backend ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -458,7 +458,7 @@ def test_code_compiled_in_part_asks_for_no_grid(monkeypatch: pytest.MonkeyPatch)
     def attend(x: Tensor) -> Tensor:
         return dilated_attention(x, x, x, SHORT, backend="flex")
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # of the engine's own calls too
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # of the backend's own calls too
     monkeypatch.setattr(flex, "_compiled", lru_cache(flex._compiled.__wrapped__))
     compiled = torch.compile(attend)
     with torch.no_grad():
@@ -515,27 +515,27 @@ def test_grouped_branches_compile_for_any_number_of_heads() -> None:
         torch.testing.assert_close(compiled(q), attend(q), **EXACT)
 
 
-# -- the flex engine, packed, under an emulated kernel -------------------------------------------------------------------------
+# -- the flex backend, packed, under an emulated kernel -------------------------------------------------------------------------
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """Every call takes a layout, and the kernel is the emulation: only the kernel itself needs a GPU."""
     monkeypatch.setattr(flex, "call", flex_emulation.call)
-    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
-    monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: layout)
+    monkeypatch.setattr(flexdilated.backends.flex.backend, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.backends.flex.backend, "choose_layout", lambda pattern, call: layout)
 
 
-def flex_engine(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
+def flex_backend(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
     call = Call(pattern, scale=q.shape[3] ** -0.5, return_lse=True)._replace(**options)
-    out, lse = flexdilated.backends.flex.engine.attend(q, k, v, call)
+    out, lse = flexdilated.backends.flex.backend.attend_flex(q, k, v, call)
     assert lse is not None
     return out, lse
 
 
-def assert_flex_engine_as_the_oracle(case: Case, mods: Mods) -> None:
+def assert_flex_backend_as_the_oracle(case: Case, mods: Mods) -> None:
     try:
         expected = run(reference.dilated_attention, case, mods)
-        actual = run(flex_engine, case, mods)
+        actual = run(flex_backend, case, mods)
     except NotImplementedError:  # zero keys under functions, shifted positions
         return
     torch.testing.assert_close(actual, expected, **EXACT)
@@ -548,7 +548,7 @@ def test_either_layout_equals_the_oracle(layout: str, monkeypatch: pytest.Monkey
     @settings(max_examples=50)
     @given(case=calls(), mods=MODS)
     def check(case: Case, mods: Mods) -> None:
-        assert_flex_engine_as_the_oracle(case, mods)
+        assert_flex_backend_as_the_oracle(case, mods)
 
     check()
 
@@ -558,15 +558,15 @@ def test_packed_pieces_of_several_blocks(is_causal: bool, ignored: float | None,
     emulate(monkeypatch, "packed")
     pattern = DilatedPattern((150, 600, 620), (1, 2, 3))
     case = Case(pattern, batch=2, num_tokens=701, kv_heads=3, is_causal=is_causal, ignored=ignored)
-    assert_flex_engine_as_the_oracle(case, Mods(None, None))
+    assert_flex_backend_as_the_oracle(case, Mods(None, None))
 
 
 def test_packed_lanes_beyond_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, "packed")
-    monkeypatch.setattr(flexdilated.backends.flex.engine, "GRID_LIMIT", 4)
+    monkeypatch.setattr(flexdilated.backends.flex.backend, "GRID_LIMIT", 4)
     case = Case(DilatedPattern((5, 10), (2, 3)), batch=3, num_tokens=43, kv_heads=3)  # rates that do not divide: a lane per segment
-    assert_flex_engine_as_the_oracle(case, Mods("table", "thirds"))
-    assert_flex_engine_as_the_oracle(Case(PATTERN, batch=3, ignored=0.3), Mods("table", "prefix"))
+    assert_flex_backend_as_the_oracle(case, Mods("table", "thirds"))
+    assert_flex_backend_as_the_oracle(Case(PATTERN, batch=3, ignored=0.3), Mods("table", "prefix"))
 
 
 # -- many documents -----------------------------------------------------------------------------------------------------------
@@ -582,7 +582,7 @@ def test_many_documents_equal_the_oracle(
     case = Case(DilatedPattern((11, 17), (1, 3)), num_tokens=sum(sizes), borders=(0, *accumulate(sizes)), **options)
     every: dict[str, tuple[Mods, ...]] = {"kernel": (Mods(None, None),), "functions": (Mods("table", "one_token"),)}
     for mods in every.get(layout, (Mods(None, None), Mods("table", "one_token"))):
-        (assert_as_the_oracle if layout in every else assert_flex_engine_as_the_oracle)(case, mods)
+        (assert_as_the_oracle if layout in every else assert_flex_backend_as_the_oracle)(case, mods)
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------------

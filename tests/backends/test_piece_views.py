@@ -19,14 +19,14 @@ from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.dense import piece_loop
 from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import Kernel, Options
-from flexdilated.backends.triton import engine
+from flexdilated.backends.triton import backend
 from flexdilated.core.lse import merge_
 from tests.backends import interpreter
-from tests.cases import Case, run_engine, run_reference
+from tests.cases import Case, run_backend, run_reference
 from tests.hardware import simulate
 from tests.tolerances import SINGLE
 
-if not engine.INTERPRETED:
+if not backend.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1, which is not set where there is a GPU", allow_module_level=True)
 triton = pytest.importorskip("triton")
 merging = pytest.importorskip("flexdilated.backends.triton.merging")
@@ -103,7 +103,7 @@ class Dense:
 
 def as_on_gpu(patch: pytest.MonkeyPatch, kernel: Kernel, kernels: Any) -> None:
     patch.setattr(piece_loop, "packs", lambda device: False)
-    patch.setattr(piece_loop, "choose_kernel", lambda engine, request: kernel)
+    patch.setattr(piece_loop, "choose_kernel", lambda backend, request: kernel)
     patch.setattr(piece_loop, "merging", lambda request: kernels)
 
 
@@ -112,7 +112,7 @@ def test_every_option_equals_the_definition(name: str, own: bool, monkeypatch: p
     case, dense = CASES[name], Dense(own=own)
     as_on_gpu(monkeypatch, dense.kernel, merging)
     torch.testing.assert_close(
-        [actual.double() for actual in run_engine(case, "sdpa", torch.float32)], run_reference(case, torch.float32), **SINGLE
+        [actual.double() for actual in run_backend(case, "sdpa", torch.float32)], run_reference(case, torch.float32), **SINGLE
     )
     assert (dense.wrote > 0) == (own and name not in NOT_WRITTEN)
 
@@ -197,51 +197,51 @@ FAULTS = [
 def test_a_triton_that_fails_is_left_out_after_one_warning(name: str, fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     case, kernels, merging_of = CASES[name], Unlaunchable(fault), piece_loop.merging
     as_on_gpu(monkeypatch, Dense(own=True).kernel, None)
-    monkeypatch.setattr(piece_loop, "merging", lambda request: None if engine.UNBUILT else kernels)
-    monkeypatch.setattr(engine, "UNBUILT", None)
+    monkeypatch.setattr(piece_loop, "merging", lambda request: None if backend.UNBUILT else kernels)
+    monkeypatch.setattr(backend, "UNBUILT", None)
     expected = run_reference(case, torch.float32)
     with pytest.warns(UserWarning, match=re.escape(f"{type(fault).__name__}: {fault}); backend='sdpa' and 'flash' combine")):
-        first = run_engine(case, "sdpa", torch.float32)
-    second = run_engine(case, "sdpa", torch.float32)  # a warning is an error here
+        first = run_backend(case, "sdpa", torch.float32)
+    second = run_backend(case, "sdpa", torch.float32)  # a warning is an error here
     for results in (first, second):
         torch.testing.assert_close([actual.double() for actual in results], expected, **SINGLE)
     assert kernels.calls == 1
-    assert merging_of(piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64)) is None
-    assert engine.why_not_unasked(piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64)) == engine.UNBUILT
+    assert merging_of(piece_loop.DispatchKey(simulate("sm_90"), torch.bfloat16, 64)) is None
+    assert backend.why_not_unasked(piece_loop.DispatchKey(simulate("sm_90"), torch.bfloat16, 64)) == backend.UNBUILT
 
 
 def test_backward_alone_leaves_out_a_triton_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     case, kernels = CASES["groups"], Unlaunchable(FAULTS[0])
-    monkeypatch.setattr(engine, "UNBUILT", None)
+    monkeypatch.setattr(backend, "UNBUILT", None)
     kernels.merge_into = merging.merge_into  # type: ignore[method-assign]
     as_on_gpu(monkeypatch, Dense(own=True).kernel, kernels)
     with pytest.warns(UserWarning, match="libcuda"):
-        results = run_engine(case, "sdpa", torch.float32)
+        results = run_backend(case, "sdpa", torch.float32)
     torch.testing.assert_close([actual.double() for actual in results], run_reference(case, torch.float32), **SINGLE)
 
 
 def test_too_little_memory_is_no_fault_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_gpu(monkeypatch, Dense(own=True).kernel, Unlaunchable(torch.OutOfMemoryError("CUDA out of memory")))
-    monkeypatch.setattr(engine, "UNBUILT", None)
+    monkeypatch.setattr(backend, "UNBUILT", None)
     with pytest.raises(torch.OutOfMemoryError):
-        run_engine(CASES["plain"], "sdpa", torch.float32)
-    assert engine.UNBUILT is None
+        run_backend(CASES["plain"], "sdpa", torch.float32)
+    assert backend.UNBUILT is None
 
 
 def test_failure_to_launch_in_a_capture_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_gpu(monkeypatch, Dense(own=True).kernel, Unlaunchable(FAULTS[-1]))
-    monkeypatch.setattr(engine, "UNBUILT", None)
+    monkeypatch.setattr(backend, "UNBUILT", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="device kernel image"):
-        run_engine(CASES["plain"], "sdpa", torch.float32)
-    assert engine.UNBUILT is None
+        run_backend(CASES["plain"], "sdpa", torch.float32)
+    assert backend.UNBUILT is None
 
 
 def test_triton_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "UNBUILT", None)
+    monkeypatch.setattr(backend, "UNBUILT", None)
     monkeypatch.setitem(sys.modules, "flexdilated.backends.triton.merging", None)
-    request = piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64)
+    request = piece_loop.DispatchKey(simulate("sm_90"), torch.bfloat16, 64)
     with pytest.warns(UserWarning, match="triton could not launch a kernel in this process"):
         assert piece_loop.merging(request) is None
     assert piece_loop.merging(request) is None
@@ -271,11 +271,11 @@ torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_where_triton_kernels_merge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "UNBUILT", None)
-    monkeypatch.setattr(engine, "INSTALLED", (3, 6))
-    request = piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64, masked=True, dropout=True)
+    monkeypatch.setattr(backend, "UNBUILT", None)
+    monkeypatch.setattr(backend, "INSTALLED", (3, 6))
+    request = piece_loop.DispatchKey(simulate("sm_90"), torch.bfloat16, 64, key_padding_mask=True, dropout=True)
     assert piece_loop.merging(request) is merging
     for change in ({"hardware": simulate("cpu")}, {"hardware": simulate("sm_75")}, {"dtype": torch.float64}, {"head_dim": 512}):
         assert piece_loop.merging(replace(request, **change)) is None  # type: ignore[arg-type]
-    monkeypatch.setattr(engine, "INSTALLED", None)
+    monkeypatch.setattr(backend, "INSTALLED", None)
     assert piece_loop.merging(request) is None

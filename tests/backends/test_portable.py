@@ -11,7 +11,7 @@ from hypothesis import given, reject, settings
 from torch import Tensor
 
 from flexdilated import DilatedPattern, reference
-from flexdilated.backends.autograd.portable import attend
+from flexdilated.backends.autograd.portable import attend_portable
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check
 from tests.cases import Case, calls
@@ -19,7 +19,7 @@ from tests.tolerances import EXACT
 
 
 def portable(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
-    return attend(*check(q, k, v, Call(pattern, **options)))
+    return attend_portable(*check(q, k, v, Call(pattern, **options)))
 
 
 @pytest.mark.slow

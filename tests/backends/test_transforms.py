@@ -179,7 +179,7 @@ def test_what_ignored_keys_and_their_tangents_hold_has_no_effect() -> None:
     [{"backend": "reference"}, {"score_mod": lambda s, b, h, i, j: s * 0.7 + 0.01 * (i - j)}],
     ids=["reference", "materialised"],
 )
-def test_other_engines_have_tangents_and_are_mapped(options: dict[str, Any]) -> None:
+def test_other_backends_have_tangents_and_are_mapped(options: dict[str, Any]) -> None:
     case = Case(PATTERN, batch=2, group=2, ignored=0.3)
     given, tangents = tensors_and_tangents(case)
     expected_options = {name: value for name, value in options.items() if name != "backend"}

@@ -19,22 +19,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
 from flexdilated.attention import attend
-from flexdilated.backends import Request
+from flexdilated.backends import DispatchKey
 from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import Options
-from flexdilated.backends.triton import engine
-from flexdilated.backends.triton.groups import Group
-from flexdilated.backends.triton.tiles import Tiles
+from flexdilated.backends.triton import backend
+from flexdilated.backends.triton.groups import PieceGroup
+from flexdilated.backends.triton.tiles import TileConfig
 from flexdilated.core.branch import ceil_div
 from flexdilated.core.call import Call
 from flexdilated.core.lse import for_backward
 from flexdilated.core.pieces import plan_pieces
 from tests.backends import interpreter
-from tests.cases import Case, calls, differentiate, poisoned_memory, run_engine, run_plain, run_reference
+from tests.cases import Case, calls, differentiate, poisoned_memory, run_backend, run_plain, run_reference
 from tests.tolerances import HALF_LSE, SINGLE, assert_twice_naive
 
 pytest.importorskip("triton")
-if not engine.INTERPRETED:
+if not backend.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1, which is not set where there is a GPU", allow_module_level=True)
 
 from flexdilated.backends.triton import forward, groups, launch
@@ -77,7 +77,7 @@ HOSTED = {"mask": 0, "many_documents": 0, "batch_continues_segments": 2}  # laun
 def interpreted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         interpreter.mend(patch)
-        patch.setattr(engine, "INTERPRETED_DTYPES", (*engine.INTERPRETED_DTYPES, torch.bfloat16))
+        patch.setattr(backend, "INTERPRETED_DTYPES", (*backend.INTERPRETED_DTYPES, torch.bfloat16))
         yield
 
 
@@ -88,7 +88,7 @@ def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tile(patch: pytest.MonkeyPatch, queries: int, keys: int) -> None:
-    patch.setattr(launch, "tiles_of", lambda *arguments, **options: Tiles(queries, keys, 4, 2))
+    patch.setattr(launch, "tiles_of", lambda *arguments, **options: TileConfig(queries, keys, 4, 2))
 
 
 def watch(patch: pytest.MonkeyPatch, runs: bool = True) -> list[tuple[str, dict[str, Any]]]:
@@ -116,7 +116,7 @@ def assert_close(actual: tuple[Tensor, ...], case: Case, factor: float = 1.0) ->
 
 def assert_oracle(case: Case, factor: float = 1.0) -> None:
     with poisoned_memory():
-        actual = run_engine(case, "triton", torch.float32)
+        actual = run_backend(case, "triton", torch.float32)
     assert_close(actual, case, factor)
 
 
@@ -132,13 +132,13 @@ def test_every_option_equals_the_oracle(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in BY_POINTERS])
 def test_forms_to_measure_equal_the_others_and_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of the forward by descriptors of the host, and one kernel for all gradients: another order of sums."""
-    expected = run_engine(CASES[name], "triton", torch.float32)
+    expected = run_backend(CASES[name], "triton", torch.float32)
     monkeypatch.setattr(launch, "HOSTS", True)
     monkeypatch.setattr(launch, "SUMS", True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # as poisoned memory asks for
     launched = watch(monkeypatch)
     with poisoned_memory():
-        actual = run_engine(CASES[name], "triton", torch.float32)
+        actual = run_backend(CASES[name], "triton", torch.float32)
     assert_close(actual, CASES[name])
     assert all(map(torch.equal, actual[:2], expected[:2]))
     hosted = sum(constants.get("HOST", False) for _, constants in launched)
@@ -170,7 +170,7 @@ def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], m
 def test_rows_by_tensor_descriptors_equal_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles_of, launched = launch.tiles_of, watch(monkeypatch)
 
-    def described_tiles(*arguments: Any, described_rows: int = 0, group: int = 1) -> Tiles:
+    def described_tiles(*arguments: Any, described_rows: int = 0, group: int = 1) -> TileConfig:
         return tiles_of(*arguments)._replace(described=described_rows > 0)
 
     monkeypatch.setattr(launch, "tiles_of", described_tiles)
@@ -194,7 +194,7 @@ def test_deterministic_algorithms_take_two_kernels(monkeypatch: pytest.MonkeyPat
     launched = watch(monkeypatch)
     torch.use_deterministic_algorithms(True)
     try:
-        run_engine(CASES["one_token"], "triton", torch.float32)
+        run_backend(CASES["one_token"], "triton", torch.float32)
     finally:
         torch.use_deterministic_algorithms(False)
     assert "differentiate_queries" in dict(launched)
@@ -229,7 +229,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
     for form in forms:
         monkeypatch.setattr(launch, form, True)
     launched, case = watch(monkeypatch), replace(CASES[name], batch=1, lse_gradient=False)
-    actual, expected, naive = run_engine(case, "triton", dtype), run_reference(case, dtype), run_plain(case, dtype)
+    actual, expected, naive = run_backend(case, "triton", dtype), run_reference(case, dtype), run_plain(case, dtype)
     for i in (0, 2, 3, 4):
         assert actual[i].dtype == dtype
         assert_twice_naive(actual[i], naive[i], expected[i])
@@ -247,19 +247,19 @@ def test_dense_rows_equal_the_math_kernel() -> None:
     """As the tasks of a rank call it: more keys than queries or fewer, ignored keys, a gradient of lse."""
     torch.manual_seed(0)
     ignored = torch.rand(2, 37) < 0.3
-    for rows, hidden, is_causal in ((29, None, False), (37, ignored, False), (53, ignored, False), (37, ignored, True)):
+    for rows, mask, is_causal in ((29, None, False), (37, ignored, False), (53, ignored, False), (37, ignored, True)):
         q, dout, dlse = torch.randn(2, 2, rows, 24), torch.randn(2, 2, rows, 24), torch.randn(2, 2, rows)
         k, v = (torch.randn(2, 1, 37, 24) for _ in range(2))
-        options = Options(is_causal, 0.3, hidden)
-        if hidden is not None:
-            k, v = (x.masked_fill(hidden[:, None, :, None], 0.0) for x in (k, v))
+        options = Options(is_causal, 0.3, mask)
+        if mask is not None:
+            k, v = (x.masked_fill(mask[:, None, :, None], 0.0) for x in (k, v))
         out, lse = MATH.forward(q, k, v, options)
         given = for_backward(lse, dlse)
         expected = (out, lse, *MATH.backward(dout, given[1], q, k, v, out, given[0], options))
-        out, lse = engine.KERNEL.forward(q, k, v, options)
+        out, lse = backend.KERNEL.forward(q, k, v, options)
         given = for_backward(lse, dlse)
         torch.testing.assert_close(
-            (out, lse, *engine.KERNEL.backward(dout, given[1], q, k, v, out, given[0], options)), expected, **SINGLE
+            (out, lse, *backend.KERNEL.backward(dout, given[1], q, k, v, out, given[0], options)), expected, **SINGLE
         )
 
 
@@ -312,11 +312,11 @@ def test_strided_inputs_are_read_in_place_and_misaligned_ones_copied_once(
 
 
 def test_rows_far_apart_are_addressed_in_64_bits() -> None:
-    same: dict[str, Any] = {"options": Options(False, 1.0), "tiles": Tiles(16, 16, 4, 2)}
+    same: dict[str, Any] = {"options": Options(False, 1.0), "tiles": TileConfig(16, 16, 4, 2)}
     near = torch.empty(1, 8, 1, 16)
-    assert launch._constants(near, near, group=Group(PIECE, PIECE), **same)["WIDE"] is False
+    assert launch._constants(near, near, group=PieceGroup(PIECE, PIECE), **same)["WIDE"] is False
     far, wide = torch.empty_strided((1, 8, 1, 16), (0, 1 << 21, 0, 1), device="meta"), PIECE._replace(row_stride=16)
-    assert launch._constants(far, far, group=Group(wide, wide), **same)["WIDE"] is True
+    assert launch._constants(far, far, group=PieceGroup(wide, wide), **same)["WIDE"] is True
 
 
 def test_wide_steps_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +369,7 @@ def test_keys_between_padding_alone_are_computed(monkeypatch: pytest.MonkeyPatch
 def test_a_piece_is_one_launch_forward_and_two_or_three_backward(detaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = watch(monkeypatch, runs=False)
     case = Case(DilatedPattern((8, 16, 32), (1, 2, 4), detach_weights=detaches), num_tokens=32, kv_heads=4, head_dim=16)
-    run_engine(case, "triton", torch.float32)
+    run_backend(case, "triton", torch.float32)
     one = ["differentiate_keys", "differentiate_queries"]
     assert [name for name, _ in launched] == ["attend"] * 3 + ["prepare", *(["attend", *one] if detaches else one) * 3]
 
@@ -451,7 +451,7 @@ def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(
         least(number)
         launched.clear()
         with poisoned_memory():
-            found.append(run_engine(MANY[name], "triton", torch.float32))
+            found.append(run_backend(MANY[name], "triton", torch.float32))
         assert any(constants.get("TABLED") for _, constants in launched) == (number == 1)
     assert all(map(torch.equal, *found))
     assert_close(found[0], MANY[name])
@@ -504,7 +504,7 @@ def test_a_captured_graph_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None
         assert groups.graph_stage(device) == stage
         found[stage] = groups.groups(pieces, device)
         assert groups.graph_stage(torch.device("cpu")) == "none"
-    assert found["capture"] == tuple(groups.Group(piece, piece) for piece in pieces)
+    assert found["capture"] == tuple(groups.PieceGroup(piece, piece) for piece in pieces)
     tabled = {stage: [group for group in found[stage] if group.each is not group.one] for stage in found}
     alone = {stage: [group.one for group in found[stage] if group.each is group.one] for stage in found}
     assert len(tabled["warm-up"]) == len(tabled["none"]) > 0
@@ -525,7 +525,7 @@ def test_a_warm_up_launches_what_a_capture_compiles(
     keys, found = {}, {}
     run = launch._launch
 
-    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], tiles: Tiles, on: torch.Tensor) -> None:
+    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], tiles: TileConfig, on: torch.Tensor) -> None:
         launched.add((kernel, *map(described, arguments), *sorted(constants.items()), tiles))
         run(kernel, programs, arguments, constants, tiles, on)
 
@@ -536,7 +536,7 @@ def test_a_warm_up_launches_what_a_capture_compiles(
             monkeypatch.setattr(module, "graph_stage", lambda device, stage=stage: stage)
         launched = keys[stage] = set()
         with poisoned_memory():
-            found[stage] = run_engine(MANY[name], "triton", torch.float32)
+            found[stage] = run_backend(MANY[name], "triton", torch.float32)
     assert keys["capture"] <= keys["warm-up"]
     assert not keys["capture"] <= keys["none"]
     for stage in ("warm-up", "capture"):
@@ -547,7 +547,7 @@ def test_numbers_of_a_table_may_pass_32_bits() -> None:
     """Tokens, and steps from segment to segment."""
     far = PIECE._replace(token=3 << 31, segment_stride=7 << 31)
     (tiles, lanes), queries = np.array([[2, 3], [5, 7]]), np.array([11, 13])
-    planned = launch._over(None, groups._group([far, PIECE]).each, queries, tiles, lanes, (), {}, Tiles(16, 16, 4, 2))
+    planned = launch._over(None, groups._group([far, PIECE]).each, queries, tiles, lanes, (), {}, TileConfig(16, 16, 4, 2))
     assert planned.table is not None
     table, owners = groups.table_of(*planned.table, torch.device("cpu"))
     assert planned.programs == len(owners) == 2 * 5 + 3 * 7
@@ -577,8 +577,8 @@ def test_transforms_of_torch_func_are_refused_by_name() -> None:
 HOPPER = simulate("sm_90")
 
 
-def request(**changes: Any) -> Request:
-    return Request(**{"hardware": HOPPER, "dtype": torch.bfloat16, "head_dim": 64, **changes})
+def request(**changes: Any) -> DispatchKey:
+    return DispatchKey(**{"hardware": HOPPER, "dtype": torch.bfloat16, "head_dim": 64, **changes})
 
 
 SDPA = "; use backend='sdpa'"
@@ -607,7 +607,7 @@ def test_refusals_name_what_to_use(
     machine: dict[str, Any], changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in machine.items():
-        monkeypatch.setattr(engine, name, value)
+        monkeypatch.setattr(backend, name, value)
     assert str(backends.why_not("triton", request(**changes))).endswith(message)
     with pytest.raises(NotImplementedError, match=r"backend 'triton' cannot run this on"):
         backends.choose("triton", request(**changes))
@@ -617,7 +617,8 @@ def test_refusals_name_what_to_use(
 def test_it_runs_on_ampere_and_newer(dtype: torch.dtype) -> None:
     for level in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120"):
         assert (
-            backends.why_not("triton", request(hardware=simulate(level), dtype=dtype, head_dim=256, masked=True, group=3)) is None
+            backends.why_not("triton", request(hardware=simulate(level), dtype=dtype, head_dim=256, key_padding_mask=True, group=3))
+            is None
         )
 
 
@@ -640,10 +641,10 @@ def without(*names: str) -> Callable[[str], Any]:
 )
 def test_the_triton_to_install_is_that_of_torch(requires: Any, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any other, as the newest, may not fit: torch's builds bring their own."""
-    monkeypatch.setattr(engine, "requires", requires)
-    assert engine._wanted().startswith(wanted)
-    monkeypatch.setattr(engine, "version", without("triton"))  # nightly builds call it pytorch-triton
-    assert engine._installed() == (3, 8)
+    monkeypatch.setattr(backend, "requires", requires)
+    assert backend._wanted().startswith(wanted)
+    monkeypatch.setattr(backend, "version", without("triton"))  # nightly builds call it pytorch-triton
+    assert backend._installed() == (3, 8)
 
 
 def test_masks_whose_columns_lie_far_apart_are_read_right() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_engines as gpu
+from benchmarks import gpu_backends as gpu
 from flexdilated import DilatedPattern
 
 pytestmark = pytest.mark.lab
@@ -33,16 +33,16 @@ def test_useful_work_is_that_of_the_pairs() -> None:
 
 @pytest.mark.slow
 def test_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = run(tmp_path, "--engines", "sdpa", "flash", *ONE_GROUP, "--commit", "abc")
+    report = run(tmp_path, "--backends", "sdpa", "flash", *ONE_GROUP, "--commit", "abc")
     assert report["commit"] == "abc"
     assert report["torch"] == torch.__version__
-    assert "--engines sdpa flash" in report["command"]
+    assert "--backends sdpa flash" in report["command"]
     assert {"hardware", "driver", "triton", "cuda", "date", "targets", "note"} <= set(report)
     assert min(report["device"].values()) > 0
     measured, skipped = report["measurements"]
-    assert (skipped["engine"], skipped["status"]) == ("flash", "skipped")
+    assert (skipped["backend"], skipped["status"]) == ("flash", "skipped")
     assert skipped["reason"]
-    assert (measured["engine"], measured["status"], measured["num_tokens"]) == ("sdpa", "measured", 256)
+    assert (measured["backend"], measured["status"], measured["num_tokens"]) == ("sdpa", "measured", 256)
     dense = report["dense"][0]
     pairs = {"sdpa": gpu.QUICK.patterns["longnet"].count_pairs(256, 2, is_causal=True), "dense": 2 * 256 * 257 // 2}
     for entry, count in ((measured, pairs["sdpa"]), (dense, pairs["dense"])):
@@ -69,21 +69,21 @@ def test_an_error_in_the_backward_keeps_the_forward(error: Exception, status: st
             raise error
         return gpu.dilated(x, pattern, is_causal, backend="sdpa")
 
-    engine = gpu.Engine("sdpa", forward, lambda pattern, device: None)
-    found = gpu.attempt(gpu.Device("cpu"), engine, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
+    backend = gpu.Backend("sdpa", forward, lambda pattern, device: None)
+    found = gpu.attempt(gpu.Device("cpu"), backend, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
     assert found["status"] == status
     assert found["reason"].endswith(str(error))
     assert found["forward_ms"] > 0
 
 
 def test_a_wrong_result_is_reported() -> None:
-    engine = gpu.Engine("zeros", lambda x, pattern, is_causal: torch.zeros_like(x.q), lambda pattern, device: None)
-    found = gpu.attempt(gpu.Device("cpu"), engine, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
+    backend = gpu.Backend("zeros", lambda x, pattern, is_causal: torch.zeros_like(x.q), lambda pattern, device: None)
+    found = gpu.attempt(gpu.Device("cpu"), backend, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
     assert found["status"] == "wrong result"
     assert "forward_ms" not in found
 
 
-def test_switches_hold_in_either_direction_and_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_hold_in_either_direction_and_end_with_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from flexdilated.backends.triton import launch
 
@@ -96,8 +96,8 @@ def test_switches_hold_in_either_direction_and_end_with_their_engine(monkeypatch
         return launch.DESCRIBES, launch.HOSTS, launch.SUMS, bool(launch.PLANS)
 
     monkeypatch.setattr(gpu, "measure", lambda *arguments: held.append(switches()))
-    for engine in (e for e in gpu.ENGINES if e.name.startswith("triton")):
-        able = engine._replace(why_not=lambda pattern, device: None)
+    for backend in (e for e in gpu.BACKENDS if e.name.startswith("triton")):
+        able = backend._replace(why_not=lambda pattern, device: None)
         gpu.attempt(gpu.Device("cpu"), able, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
     usual = (True, False, False, True)
     assert held == [usual, (False, False, False, False), (True, True, False, False), (True, False, True, False)]

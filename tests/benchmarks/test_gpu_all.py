@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu --all` at its quick sizes: order, resuming, limits of time, and what a wrong engine stops."""
+"""`python -m benchmarks.gpu --all` at its quick sizes: order, resuming, limits of time, and what a wrong backend stops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import crossover, environment, gpu, gpu_checks, gpu_engines, gpu_steps, tiles
+from benchmarks import crossover, environment, gpu, gpu_backends, gpu_checks, gpu_steps, tiles
 from benchmarks.gpu_steps import CHECKED, FORMS, QUICK, TIMED
 from flexdilated.backends import crossovers
 from flexdilated.core.pieces import plan_pieces
@@ -39,9 +39,9 @@ class Clock:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any], list[str]]]:
-    """Run the command; the exit status, the report, and what ran: engines checked (`check sdpa`) and timed, in order.
+    """Run the command; the exit status, the report, and what ran: backends checked (`check sdpa`) and timed, in order.
 
-    No kernel runs: every comparison is right and every engine takes 1 ms, unless `verdicts` and `attempts` say otherwise.
+    No kernel runs: every comparison is right and every backend takes 1 ms, unless `verdicts` and `attempts` say otherwise.
     """
     happened: list[str] = []
 
@@ -52,21 +52,21 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         clock: Clock | None = None,
     ) -> tuple[int, dict[str, Any], list[str]]:
         def examine(job: Any, device: str) -> dict[str, str]:
-            if f"check {job.engine}" not in happened:
-                happened.append(f"check {job.engine}")
+            if f"check {job.backend}" not in happened:
+                happened.append(f"check {job.backend}")
             return verdicts(job)
 
-        def attempt(device: Any, engine: Any, pattern: Any, setting: Any) -> dict[str, Any]:
+        def attempt(device: Any, backend: Any, pattern: Any, setting: Any) -> dict[str, Any]:
             if clock is not None:
                 clock.now += clock.seconds
-            happened.append(engine.name)
+            happened.append(backend.name)
             if attempts is not None:
-                return attempts(engine, setting)
-            trained = {} if engine.why_no_training("cpu") else {"backward_ms": 1.0, "backward_tflops": 2.0}
+                return attempts(backend, setting)
+            trained = {} if backend.why_no_training("cpu") else {"backward_ms": 1.0, "backward_tflops": 2.0}
             return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0, **trained}
 
         monkeypatch.setattr(gpu_checks, "examine", examine)
-        monkeypatch.setattr(gpu_engines, "attempt", attempt)
+        monkeypatch.setattr(gpu_backends, "attempt", attempt)
         if clock is not None:
             monkeypatch.setattr(gpu_steps.time, "monotonic", clock.monotonic)
         happened.clear()
@@ -90,8 +90,8 @@ def test_everything_is_checked_then_timed_and_kept(command: Any, tmp_path: Path,
     assert happened[: len(checks)] == checks
     dense = [name for name in happened if name.startswith("dense")]
     assert happened[len(checks) : len(checks) + len(dense)] == dense
-    settings = list(gpu_steps.engine_settings(QUICK))
-    assert happened[len(checks) + len(dense) :] == list(TIMED) * len(settings) == [m["engine"] for m in report["measurements"]]
+    settings = list(gpu_steps.backend_settings(QUICK))
+    assert happened[len(checks) + len(dense) :] == list(TIMED) * len(settings) == [m["backend"] for m in report["measurements"]]
     assert len(settings) == len(set(settings))
     assert {(s.group > 1, s.documents > 1, s.is_causal, s.num_tokens) for s in settings} >= {
         (grouped, packed, True, n) for grouped, packed in ((False, False), (True, False), (False, True)) for n in QUICK.tokens
@@ -99,9 +99,11 @@ def test_everything_is_checked_then_timed_and_kept(command: Any, tmp_path: Path,
     assert {step["status"] for step in report["steps"].values()} == {"done"}
     assert [run["all"] for run in kept(tmp_path, "*-attention.json")["runs"]] == [True]
     found = kept(tmp_path, "crossovers.json")["ran"]
-    assert [(e["engine"], e["form"], e["device"]) for e in found] == [(e, form, "cpu") for e in crossovers.PROVEN for form in FORMS]
+    assert [(e["backend"], e["form"], e["device"]) for e in found] == [
+        (e, form, "cpu") for e in crossovers.PROVEN for form in FORMS
+    ]
     for entry in found:
-        assert entry["source"] == environment.source_of(entry["engine"], entry["form"])
+        assert entry["source"] == environment.source_of(entry["backend"], entry["form"])
         assert (entry["commit"], entry["date"]) == (report["commit"], report["date"])
     shown = capsys.readouterr().out
     assert "8 of 8 cases right" in shown
@@ -124,7 +126,7 @@ def test_the_checked_pieces_take_every_way_of_the_triton_kernels() -> None:
 def test_a_run_that_was_cut_off_goes_on_after_its_last_step(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
-    def attempts(engine: Any, setting: Any) -> dict[str, Any]:
+    def attempts(backend: Any, setting: Any) -> dict[str, Any]:
         nonlocal calls
         calls += 1
         if calls == 4:
@@ -132,33 +134,33 @@ def test_a_run_that_was_cut_off_goes_on_after_its_last_step(command: Any, monkey
         return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0}
 
     with pytest.raises(CutOff):
-        command("--engines", "sdpa", attempts=attempts)
-    status, report, happened = command("--engines", "sdpa", attempts=attempts)
+        command("--backends", "sdpa", attempts=attempts)
+    status, report, happened = command("--backends", "sdpa", attempts=attempts)
     assert status == 0
     assert "check sdpa" not in happened
-    dense = [(m["engine"], m["num_tokens"], m["is_causal"], m["group"], m["documents"]) for m in report["dense"]]
+    dense = [(m["backend"], m["num_tokens"], m["is_causal"], m["group"], m["documents"]) for m in report["dense"]]
     assert dense == [
-        (engine, s.num_tokens, s.is_causal, s.group, s.documents)
+        (backend, s.num_tokens, s.is_causal, s.group, s.documents)
         for s in gpu_steps.dense_settings(QUICK)
-        for engine in ("dense flash_attention", "dense flash-attn-4")
+        for backend in ("dense flash_attention", "dense flash-attn-4")
     ]
-    assert command("--engines", "sdpa")[2] == []
-    assert command("--engines", "sdpa", "--commit", "other")[2][0] == "check sdpa"
-    monkeypatch.setattr(gpu_steps, "source_of", lambda engine, form: "changed")
-    assert command("--engines", "sdpa", "--commit", "other")[2][0] == "check sdpa"
+    assert command("--backends", "sdpa")[2] == []
+    assert command("--backends", "sdpa", "--commit", "other")[2][0] == "check sdpa"
+    monkeypatch.setattr(gpu_steps, "source_of", lambda backend, form: "changed")
+    assert command("--backends", "sdpa", "--commit", "other")[2][0] == "check sdpa"
 
 
 def test_a_step_that_was_cut_off_twice_is_left_out(command: Any) -> None:
-    def attempts(engine: Any, setting: Any) -> dict[str, Any]:
-        if engine.name == "sdpa" and setting.group > 1:
+    def attempts(backend: Any, setting: Any) -> dict[str, Any]:
+        if backend.name == "sdpa" and setting.group > 1:
             raise CutOff
         return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0}
 
-    grouped = [setting for setting in gpu_steps.engine_settings(QUICK) if setting.group > 1]
+    grouped = [setting for setting in gpu_steps.backend_settings(QUICK) if setting.group > 1]
     for _ in range(2 * len(grouped)):
         with pytest.raises(CutOff):
-            command("--engines", "sdpa", attempts=attempts)
-    status, report, _ = command("--engines", "sdpa", attempts=attempts)
+            command("--backends", "sdpa", attempts=attempts)
+    status, report, _ = command("--backends", "sdpa", attempts=attempts)
     assert status == 1
     failed = {name: step["reason"] for name, step in report["steps"].items() if step["status"] == "failed"}
     assert failed == {f"sdpa, {gpu_steps.spelled(setting)}": "it was cut off 2 times" for setting in grouped}
@@ -166,11 +168,11 @@ def test_a_step_that_was_cut_off_twice_is_left_out(command: Any) -> None:
 
 def test_no_step_starts_that_would_not_end_in_time(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every time takes 25 seconds: of 156, a seventh would end after 175."""
-    status, report, happened = command("--engines", "sdpa", "--minutes", "1.4", clock=Clock(25.0), verdicts=dict)
+    status, report, happened = command("--backends", "sdpa", "--minutes", "1.4", clock=Clock(25.0), verdicts=dict)
     assert status == 3
     assert happened == []  # 90 seconds are expected of a check
     assert "steps remain, from 'check sdpa' on: give the same command again" in " ".join(capsys.readouterr().out.split())
-    status, _, happened = command("--engines", "sdpa", "--minutes", "2.6", clock=Clock(25.0))
+    status, _, happened = command("--backends", "sdpa", "--minutes", "2.6", clock=Clock(25.0))
     assert (status, happened[0], len(happened)) == (3, "check sdpa", 1 + 6)
     assert len(kept(tmp_path, "*-attention.json")["runs"][0]["dense"]) == 6
     assert kept(tmp_path, "crossovers.json")["ran"] == []
@@ -185,7 +187,7 @@ def test_a_form_that_is_wrong_is_not_timed_and_all_others_are(
     form: str, verdict: str, command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def verdicts(job: Any) -> dict[str, str]:
-        bad = job.engine == "triton" and job.case.ignored is not None
+        bad = job.backend == "triton" and job.case.ignored is not None
         return {name: verdict if bad and job.form(name) == form else "right" for name in ("forward", "backward")}
 
     status, report, _ = command(verdicts=verdicts)
@@ -193,21 +195,23 @@ def test_a_form_that_is_wrong_is_not_timed_and_all_others_are(
     assert status == int(stops)
     direction, grouped = form.partition(",")[0], "," in form
     for m in report["measurements"]:
-        hit = stops and m["engine"] == "triton" and (m["group"] > 1) == grouped
+        hit = stops and m["backend"] == "triton" and (m["group"] > 1) == grouped
         assert ("forward_ms" in m) == (not hit or direction == "backward")
         assert ("backward_ms" in m) == (not hit)
         if hit and direction == "forward":
             assert m["reason"].startswith(f"its {form} is not right (triton, mask, ")
             assert m["reason"].endswith(f"{verdict})")
-    ran = [(entry["engine"], entry["form"]) for entry in kept(tmp_path, "crossovers.json")["ran"]]
+    ran = [(entry["backend"], entry["form"]) for entry in kept(tmp_path, "crossovers.json")["ran"]]
     lost = {form, f"backward{', grouped heads' * grouped}"} if stops else set()
-    assert ran == [(engine, f) for engine in crossovers.PROVEN for f in FORMS if (engine, f) not in {("triton", x) for x in lost}]
+    assert ran == [
+        (backend, f) for backend in crossovers.PROVEN for f in FORMS if (backend, f) not in {("triton", x) for x in lost}
+    ]
     assert (verdict in " ".join(capsys.readouterr().out.split())) == stops
 
 
 def test_what_a_gpu_measured_is_kept_beside_what_it_had(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are kept when those of every head dim are there."""
-    _, report, _ = command("--engines", "triton")
+    _, report, _ = command("--backends", "triton")
 
     def sweep(words: list[str]) -> None:
         options = dict(zip(words[::2], words[1::2], strict=True))
@@ -230,12 +234,12 @@ def test_what_a_gpu_measured_is_kept_beside_what_it_had(command: Any, tmp_path: 
     assert (tiled["hardware"], tiled["commit"]) == ("NVIDIA H200", "abc")
 
 
-def test_crossovers_are_of_engines_that_are_right_and_run(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crossovers_are_of_backends_that_are_right_and_run(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They replace those of the device once no step remains."""
     asked: list[list[str]] = []
 
-    def measure(engines: list[str], dtype: torch.dtype, head_dim: int, lengths: Any, device: str) -> list[dict[str, Any]]:
-        asked.append(engines)
+    def measure(backends: list[str], dtype: torch.dtype, head_dim: int, lengths: Any, device: str) -> list[dict[str, Any]]:
+        asked.append(backends)
         return [{"device": device, "dtype": str(dtype), "head_dim": head_dim}]
 
     monkeypatch.setattr(crossover, "measure", measure)
@@ -249,9 +253,9 @@ def test_crossovers_are_of_engines_that_are_right_and_run(command: Any, tmp_path
 
     gpu_steps.time_crossovers(report, torch.float32, 64, "cpu")
     assert kept_file(gpu_steps.Step("", "remains", 0.0, print))["measured"] == before["measured"]
-    report["checks"].append({"engine": "triton", "form": "backward", "case": "", "found": "wrong: dq"})
+    report["checks"].append({"backend": "triton", "form": "backward", "case": "", "found": "wrong: dq"})
     gpu_steps.time_crossovers(report, torch.float32, 128, "cpu")
-    report["measurements"] = [m for m in report["measurements"] if m["engine"] != "flash"]
+    report["measurements"] = [m for m in report["measurements"] if m["backend"] != "flash"]
     gpu_steps.time_crossovers(report, torch.float32, 256, "cpu")
     assert asked == [["triton", "flash"], ["flash"]]
     found = kept_file()
@@ -269,16 +273,16 @@ def test_a_cuda_error_goes_on_in_another_process(command: Any, monkeypatch: pyte
     def execv(program: str, words: list[str]) -> None:
         raise Replaced(words)
 
-    def attempts(engine: Any, setting: Any) -> dict[str, Any]:
+    def attempts(backend: Any, setting: Any) -> dict[str, Any]:
         return {"status": "failed", "reason": "RuntimeError: CUDA error: an illegal memory access was encountered"}
 
     monkeypatch.setattr(gpu_steps.os, "execv", execv)
     with pytest.raises(Replaced) as caught:
-        command("--engines", "sdpa", "--minutes", "8", attempts=attempts)
+        command("--backends", "sdpa", "--minutes", "8", attempts=attempts)
     words = caught.value.args[0]
     assert words[1:4] == ["-m", "benchmarks.gpu", "--all"]
     assert 7 < float(words[-1]) < 8
-    status, report, _ = command("--engines", "sdpa")
+    status, report, _ = command("--backends", "sdpa")
     assert status == 1
     assert [m["status"] for m in report["dense"]].count("failed") == 1
 
@@ -347,8 +351,8 @@ def test_calls_of_other_bits_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         calls += 1
         return x.q * 1.0 + (calls == 3) * 2**-10, x.q.float().sum(-1)
 
-    engine = gpu_engines.Engine("triton", attend, lambda pattern, device: None)
-    monkeypatch.setattr(gpu_checks, "ENGINES", (engine,))
+    backend = gpu_backends.Backend("triton", attend, lambda pattern, device: None)
+    monkeypatch.setattr(gpu_checks, "BACKENDS", (backend,))
     case = gpu_checks.Case(QUICK.checked, head_dim=16, lse_gradient=False)
     found = gpu_checks.repeatable("triton", case, "cpu", calls=5)
     assert found["forward"] == "wrong: bits of call 3 differ from those of call 1"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern
-from flexdilated.backends.triton.tiles import DESCRIBED, HALF, Tiles
+from flexdilated.backends.triton.tiles import DESCRIBED, HALF, TileConfig
 
 pytest.importorskip("triton")
 
@@ -39,9 +39,9 @@ def test_tiles_are_timed_on_a_gpu_alone(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_candidate_s_kernel_takes_its_tiles_and_no_other_kernel_does(kernel: str, by: str) -> None:
     asked = argparse.Namespace(kernels=[kernel], head_dims=[16], tiles=[16, 32, 2, 1], by=[by], causal=True)
     (candidate,) = tiles.candidates(asked)
-    given: dict[str, set[tuple[Tiles, bool]]] = {}
+    given: dict[str, set[tuple[TileConfig, bool]]] = {}
 
-    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], chosen: Tiles, on: Any) -> None:
+    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], chosen: TileConfig, on: Any) -> None:
         given.setdefault(kernel.__name__, set()).add((chosen, constants.get("DESCRIBED", False)))
 
     with tiles.forced(candidate, noted):

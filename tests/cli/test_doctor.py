@@ -14,10 +14,10 @@ from torch.torch_version import TorchVersion
 from flexdilated.backends import BACKENDS, crossovers
 from flexdilated.backends.dense import flash
 from flexdilated.backends.dense.sdpa import KERNELS
-from flexdilated.backends.triton import engine as triton_engine
+from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.cli import doctor, selfcheck
 from flexdilated.cli.options import DTYPES
-from flexdilated.cli.selfcheck import QUANTITIES, Engine
+from flexdilated.cli.selfcheck import QUANTITIES, Candidate
 from flexdilated.core.hardware import detect
 from tests.commands import invoke
 from tests.hardware import simulate
@@ -31,7 +31,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 def no_interpreter() -> Iterator[None]:
     """As on a user's machine: checking what triton interprets takes minutes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_engine, "INTERPRETED", False)
+        patch.setattr(triton_backend, "INTERPRETED", False)
         yield
 
 
@@ -58,16 +58,16 @@ def test_doctor_passes_its_long_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     long = [case for case in selfcheck._cases() if case.num_tokens > 1000]
     monkeypatch.setattr(selfcheck, "_cases", lambda: long)
     monkeypatch.setattr(selfcheck, "DTYPES", {"float32": torch.float32})
-    monkeypatch.setattr(selfcheck, "engines", lambda: [Engine("sdpa", "cpu_flash")])
+    monkeypatch.setattr(selfcheck, "candidates", lambda: [Candidate("sdpa", "cpu_flash")])
     (report,) = selfcheck.self_check(torch.device("cpu"), detect("cpu"))
     assert (report.passed, len(report.checks)) == (True, len(long))
 
 
-def test_doctor_lists_every_engine_in_every_dtype(report: dict[str, Any]) -> None:
-    listed = {(row["backend"], row["kernel"], row["dtype"]) for row in report["engines"]}
+def test_doctor_lists_every_backend_in_every_dtype(report: dict[str, Any]) -> None:
+    listed = {(row["backend"], row["kernel"], row["dtype"]) for row in report["backends"]}
     kernels = [("sdpa", kernel.name) for kernel in KERNELS] + [(name, None) for name in BACKENDS if name != "sdpa"]
     assert listed == {(*kernel, dtype) for kernel in kernels for dtype in DTYPES}
-    flash = next(row for row in report["engines"] if row["kernel"] == "cpu_flash")
+    flash = next(row for row in report["backends"] if row["kernel"] == "cpu_flash")
     functions = "it has no score_mod or mask_mod"
     assert flash["why_not"] == {"plain": None, "masked": None, "dropout": "it has no dropout", "functions": functions}
 
@@ -110,7 +110,7 @@ def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_engine, "UNBUILT", None)  # whatever this machine lacks
+    monkeypatch.setattr(triton_backend, "UNBUILT", None)  # whatever this machine lacks
     measured, hopper, unmeasured = (doctor._preference(simulate(name)) for name in ("cpu", "sm_90", "sm_80"))
     where = "by measurements of one device of this class ({})"
     cpu = where.format("cpu-avx512-amx-2threads, torch 2.13.0+cpu, 2026-11-20")
@@ -128,7 +128,7 @@ def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_says_what_fails_with_the_installed_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck, "engines", lambda: [Engine("reference")])
+    monkeypatch.setattr(selfcheck, "candidates", lambda: [Candidate("reference")])
     monkeypatch.setattr(flash, "INSTALLED_4", None)
     _, text, _ = run("--device", "cpu", "--json")
     assert json.loads(text)["faults"] == []
@@ -142,9 +142,9 @@ def test_doctor_says_what_fails_with_the_installed_versions(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("no_long_cases")
-def test_engines_that_compile_take_some_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_that_compile_take_some_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "DTYPES", {"float32": torch.float32})
-    monkeypatch.setattr(selfcheck, "engines", lambda: [Engine("sdpa", "cpu_flash"), Engine("sdpa", "math")])
+    monkeypatch.setattr(selfcheck, "candidates", lambda: [Candidate("sdpa", "cpu_flash"), Candidate("sdpa", "math")])
     hardware, told = detect("cpu"), []
 
     def numbers(**options: Any) -> list[tuple[int, int]]:
@@ -232,7 +232,7 @@ def test_doctor_reports_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_reasons_are_told_once_with_what_they_hold_for() -> None:
-    flash = Engine("sdpa", "flash")
+    flash = Candidate("sdpa", "flash")
     assert doctor._why(doctor._reasons(flash, simulate("cpu"))) == "it runs on CUDA only"
     assert doctor._why(doctor._reasons(flash, simulate("sm_80"))).splitlines() == [
         "float32: it has no float32 kernel there",

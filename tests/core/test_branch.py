@@ -73,7 +73,7 @@ CONSUMERS: dict[str, Callable[[], Any]] = {
     "block mask": lambda: create_dilated_block_mask(PATTERN, 4, seq_len=13, device="cpu"),
     "block lists": lambda: head_branches(PATTERN, 0, 4, 13),
     "grids": lambda: draw_grids(PATTERN, 13, 4, 1, False, [1, 1], Q.device),
-    "portable": lambda: portable.attend(Q, Q, Q, Call(PATTERN, scale=1.0, num_heads=4)),
+    "portable": lambda: portable.attend_portable(Q, Q, Q, Call(PATTERN, scale=1.0, num_heads=4)),
     "maps": lambda: attention_map(Q, Q, PATTERN, queries=0),
     "module": lambda: MultiheadDilatedAttention(32, 4, PATTERN)(Q.flatten(2), Q.flatten(2), Q.flatten(2)),
     "decode": lambda: DilatedKVCache(PATTERN, batch_size=1, num_kv_heads=4, head_dim=8),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.core.lse import add_zero_keys_, for_backward, merge_, share_beside
+from flexdilated.core.lse import add_zero_keys_, for_backward, merge_, sink_scale
 from tests.tolerances import EXACT
 
 ROWS, KEYS, HEAD_DIM = 7, 23, 5
@@ -133,6 +133,6 @@ def test_share_beside_a_sink_is_what_a_softmax_over_one_more_key_leaves() -> Non
     lse = torch.tensor([-math.inf, -2.0, 0.0, 3.0, 800.0], dtype=torch.float64)
     sinks = torch.tensor([-math.inf, -1.0, 2.5, 900.0, math.inf], dtype=torch.float64)[:, None]
     expected = torch.stack([lse.expand(5, 5), sinks.expand(5, 5)]).softmax(dim=0)[0]
-    assert torch.equal(share_beside(sinks, lse).isnan(), torch.zeros(5, 5, dtype=torch.bool))
+    assert torch.equal(sink_scale(sinks, lse).isnan(), torch.zeros(5, 5, dtype=torch.bool))
     # A row without keys beside no sink has nothing, where the quotient of nothing by nothing is NaN; beside +inf all is the sink's.
-    torch.testing.assert_close(share_beside(sinks, lse), expected.nan_to_num(0.0), rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(sink_scale(sinks, lse), expected.nan_to_num(0.0), rtol=1e-14, atol=0.0)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 
 from flexdilated import DilatedPattern
-from flexdilated.core.pieces import Order, Piece, arrange, plan_pieces, runs_of, segment_pieces
-from flexdilated.core.slabs import box, fold, fold_view, slabs, view_parts
+from flexdilated.core.pieces import Piece, TokenOrder, arrange, plan_pieces, runs_of, segment_pieces
+from flexdilated.core.slabs import box, pack, pack_view, slabs, view_parts
 from tests.cases import least_heads, patterns, unshifted
 
 
@@ -156,7 +156,7 @@ def test_many_short_documents_are_put_in_order_of_length(sizes: list[int]) -> No
 )
 def test_other_documents_stay_where_they_are(sizes: list[int]) -> None:
     documents = tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
-    assert arrange(documents, torch.device("cpu")) == (documents, Order())
+    assert arrange(documents, torch.device("cpu")) == (documents, TokenOrder())
 
 
 def test_a_plan_is_made_once_but_where_the_compiler_would_warn_about_a_cache() -> None:
@@ -237,12 +237,12 @@ def test_parts_hold_every_row_once_as_views(
         found = []
         for part in view_parts(piece, batch, num_tokens, group, 3000, offsets_apart=apart):
             rows = box(x, piece, group=group)[part]
-            folded = fold(rows, offsets_apart=apart)
-            assert folded.shape[0] <= 3000
-            assert torch.equal(folded.view(rows.shape), rows)
+            packed = pack(rows, offsets_apart=apart)
+            assert packed.shape[0] <= 3000
+            assert torch.equal(packed.view(rows.shape), rows)
             found.append(rows.flatten())
             for each in (rows, box(wide, piece, group=group)[part], box(keys, piece)[part]):
-                assert fold_view(each, offsets_apart=apart) is not None
+                assert pack_view(each, offsets_apart=apart) is not None
             count += 1
         assert torch.equal(torch.cat(found).sort()[0], box(x, piece, group=group).flatten().sort()[0])
     assert launches in (None, count)

@@ -11,7 +11,7 @@ import torch
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.attention import attend
 from flexdilated.core.call import Call
-from tests.cases import Case, differentiate, run_engine, run_reference
+from tests.cases import Case, differentiate, run_backend, run_reference
 from tests.tolerances import EXACT
 
 TORCHSCALE = DilatedPattern.torchscale((7, 16, 31), (3, 5, 2))
@@ -32,7 +32,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_shifted_positions_equal_the_definition(name: str) -> None:
-    torch.testing.assert_close(run_engine(CASES[name], "sdpa", torch.float64), run_reference(CASES[name]), **EXACT)
+    torch.testing.assert_close(run_backend(CASES[name], "sdpa", torch.float64), run_reference(CASES[name]), **EXACT)
 
 
 @pytest.mark.parametrize("held", [range(3), range(1, 4), range(3, 5), range(4, 5)], ids=str)

@@ -123,7 +123,7 @@ def test_bytes_on_the_transport_are_those_of_the_plan(ranks: Ranks, exchange: st
     for case in (cut(size), cut(size, ignored=0.2, is_causal=True), padded, *others):
         counts = ranks.run(counted_bytes, case, exchange, dtype)
         sizes = {"head_dim": case.head_dim, "itemsize": dtype.itemsize, "batch": case.batch}
-        rest = {"masked": case.mask() is not None, "lse_size": accumulated(dtype).itemsize}
+        rest = {"key_padding_mask": case.mask() is not None, "lse_size": accumulated(dtype).itemsize}
         plan = case.plan()
         chosen = (
             cost_model.choose(plan, budget=cost_model.default_budget(plan, **sizes), **sizes, **rest)

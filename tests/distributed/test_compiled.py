@@ -19,7 +19,7 @@ from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_atten
 from flexdilated.core import collective_order
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
 from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
-from flexdilated.distributed.mesh import one_of_equal
+from flexdilated.distributed.mesh import canonical_mesh
 from flexdilated.distributed.planner import cost_model
 from tests.distributed.processes import Ranks, exactly
 from tests.tolerances import EXACT
@@ -254,9 +254,9 @@ def check_equal_meshes(rank: int, mesh: DeviceMesh) -> None:
         x, _ = layer(x, x, x)
     assert compilations.frame_count <= 2
     others = init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("other",))
-    assert one_of_equal(others) is others  # another group of the same ranks, whose calls are others
-    assert one_of_equal(axes) is axes
-    assert one_of_equal(None) is None
+    assert canonical_mesh(others) is others  # another group of the same ranks, whose calls are others
+    assert canonical_mesh(axes) is axes
+    assert canonical_mesh(None) is None
 
 
 @exactly(2)

@@ -58,7 +58,7 @@ def call(case: ShardedCase, rank: int, mesh: DeviceMesh, field: str | None, **op
         q, k, v = (x.expand(2, -1, -1, -1) for x in (q, k, v))
     elif field == "dtype":
         q, k, v = (x.float() for x in (q, k, v))
-    elif field == "masked":
+    elif field == "key_padding_mask":
         given["key_padding_mask"] = torch.zeros(q.shape[:2], dtype=torch.bool)
     elif field == "documents":
         given["cu_seqlens"] = torch.tensor([0, 3, case.num_tokens])
@@ -88,7 +88,7 @@ FIELDS = (
     ("head_dim", "3", "2"),
     ("batch", "1", "2"),
     ("dtype", "'torch.float64'", "'torch.float32'"),
-    ("masked", "False", "True"),
+    ("key_padding_mask", "False", "True"),
     ("documents", "'none'", "[[0, 3], [3, "),
     ("differentiable", "False", "True"),
     ("is_causal", "False", "True"),

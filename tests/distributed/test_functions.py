@@ -95,7 +95,7 @@ def simulate(
             **mods.functions(table.to(device, dtype)),
         )
         context = {"plan": plan, "exchange": exchange, "rank": rank, "seed": None}
-        out, lse = score_mod.attend(q, k, v, call, **context, transport=lambda backward: SimulatedTransport(rank, mail))
+        out, lse = score_mod.attend_modified(q, k, v, call, **context, transport=lambda backward: SimulatedTransport(rank, mail))
         if ahead.wait(simulation.TIMEOUT) == 0:
             moved.append(mail.bytes)
             mail.bytes = Counter()
@@ -114,7 +114,13 @@ def check(case: ShardedCase, mods: Mods, exchange: str, backend: str = "sdpa") -
     got, *counted = simulate(case, mods, exchange, backend)
     for name, value, expected in zip(NAMES, got, expected_of(case, mods), strict=True):
         torch.testing.assert_close(value, expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
-    sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored is not None, "lse_size": 8}
+    sizes = {
+        "head_dim": case.head_dim,
+        "itemsize": 8,
+        "batch": case.batch,
+        "key_padding_mask": case.ignored is not None,
+        "lse_size": 8,
+    }
     plan = case.plan()
     planned = list(cost_model.bytes_received(plan, exchange, **sizes))
     returned = listed(plan, exchange)["out"].sent
@@ -135,9 +141,9 @@ def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int)
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The kernel is the emulation, and the engine runs wherever it is asked for: only the kernel itself needs a GPU."""
+    """The kernel is the emulation, and the backend runs wherever it is asked for: only the kernel itself needs a GPU."""
     monkeypatch.setattr(flex, "call", flex_emulation.call)
-    monkeypatch.setattr("flexdilated.backends.flex.engine._on_cpu", lambda q: False)
+    monkeypatch.setattr("flexdilated.backends.flex.backend._on_cpu", lambda q: False)
     monkeypatch.setitem(BACKENDS, "flex", lambda request: None)
     return monkeypatch
 

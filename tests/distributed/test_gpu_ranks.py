@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, dilated_attention
-from flexdilated.backends import Request, why_not
+from flexdilated.backends import DispatchKey, why_not
 from flexdilated.backends.flex import kernel as flex
-from flexdilated.core.custom_op import Flat
+from flexdilated.core.custom_op import OpOptions
 from flexdilated.core.hardware import detect
 from flexdilated.distributed import shard_sequence
 from flexdilated.distributed.planner.plan import EXCHANGES
@@ -53,13 +53,13 @@ def assert_same(name: str, value: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_our_kernels_on_shards_give_what_one_rank_gives(exchange: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASE, is_causal=is_causal)
-    request = Request(detect(DEVICE), torch.float32, case.head_dim, case.group, masked=True)
+    request = DispatchKey(detect(DEVICE), torch.float32, case.head_dim, case.group, key_padding_mask=True)
     if (reason := why_not("triton", request)) is not None:
         pytest.skip(reason)
     attention = test_parallel.TaskAttention
 
-    def by_triton(*arguments: Any, flat: Flat, **options: Any) -> Any:
-        return attention(*arguments, flat=flat._replace(engine="triton"), **options)
+    def by_triton(*arguments: Any, op_options: OpOptions, **options: Any) -> Any:
+        return attention(*arguments, op_options=op_options._replace(engine="triton"), **options)
 
     monkeypatch.setattr(test_parallel, "TaskAttention", by_triton)
     got, *_ = test_parallel.simulate(case, exchange, torch.float32, device=DEVICE)
@@ -140,10 +140,10 @@ def test_ranks_over_nccl_give_what_one_gives(ranks: Ranks, exchange: str, is_com
     ranks.run(check_step, exchange, is_compiled)
 
 
-def check_functions(rank: int, mesh: DeviceMesh, exchange: str, engine: str, is_compiled: bool) -> None:
+def check_functions(rank: int, mesh: DeviceMesh, exchange: str, backend: str, is_compiled: bool) -> None:
     """A table that learns on all ranks, and a mask."""
     case = replace(PROCESSES[mesh.size()], ignored=None, is_causal=True)
-    mods, dtype = Mods("table", "thirds"), torch.float32 if engine == "flex" else torch.float64
+    mods, dtype = Mods("table", "thirds"), torch.float32 if backend == "flex" else torch.float64
     expected, here = test_functions.expected_of(case, mods), case.shard(rank)
     x, options = leaves(case, rank, dtype)
     table = mods.table(x[0].shape[2]).detach().to(DEVICE, dtype).requires_grad_()
@@ -151,7 +151,7 @@ def check_functions(rank: int, mesh: DeviceMesh, exchange: str, engine: str, is_
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         options["is_causal"] = True
         given = options | mods.functions(table)
-        return dilated_attention(q, k, v, case.pattern, mesh=mesh, exchange=exchange, backend=engine, **given)
+        return dilated_attention(q, k, v, case.pattern, mesh=mesh, exchange=exchange, backend=backend, **given)
 
     out, lse = (torch.compile(attend, fullgraph=True) if is_compiled else attend)(*x)
     grads = torch.autograd.grad(test_functions.weighed(case, rank, mods, out, lse), (*x, table), allow_unused=True)
@@ -165,8 +165,8 @@ def check_functions(rank: int, mesh: DeviceMesh, exchange: str, engine: str, is_
 @pytest.mark.parametrize("way", ["sdpa", "flex", "sdpa compiled"])
 @pytest.mark.parametrize("exchange", test_functions.EXCHANGES)
 def test_functions_over_nccl_give_what_one_rank_gives(ranks: Ranks, exchange: str, way: str) -> None:
-    engine, _, compiled = way.partition(" ")
-    ranks.run(check_functions, exchange, engine, bool(compiled))
+    backend, _, compiled = way.partition(" ")
+    ranks.run(check_functions, exchange, backend, bool(compiled))
 
 
 def check_models(rank: int, mesh: DeviceMesh) -> None:

@@ -30,11 +30,11 @@ WIDE = ShardedCase(DilatedPattern((8, 24, 41), (1, 2, 3)), shard_lengths=(11, 13
 def work_of(
     inputs: Inputs, plan: ContextPlan, exchange: str, rank: int, scale: float, *, dropout_p: float = 0.0, seed: int | None = None
 ) -> TaskAttention:
-    """What one rank does, by the kernels of the sdpa engine."""
+    """What one rank does, by the kernels of the sdpa backend."""
     heads = {"first_head": plan.within.start, "num_heads": plan.num_heads}
     call = Call(plan.pattern, plan.is_causal, scale, dropout_p, backend="sdpa", **heads)
     inputs = inputs._replace(seed=None if seed is None else torch.tensor([seed]))
-    return TaskAttention(inputs, flat=call.flat(), plan=plan, exchange=exchange, rank=rank)
+    return TaskAttention(inputs, op_options=call.op_options(), plan=plan, exchange=exchange, rank=rank)
 
 
 def simulate(
@@ -84,7 +84,13 @@ def simulate(
 def check(case: ShardedCase, exchange: str, device: str = "cpu") -> None:
     """The two proofs of an exchange: the oracle's values, the plan's bytes."""
     got, *bytes_moved = simulate(case, exchange, device=device)
-    sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored is not None, "lse_size": 8}
+    sizes = {
+        "head_dim": case.head_dim,
+        "itemsize": 8,
+        "batch": case.batch,
+        "key_padding_mask": case.ignored is not None,
+        "lse_size": 8,
+    }
     for counted, planned in zip(bytes_moved, cost_model.bytes_received(case.plan(), exchange, **sizes)):
         received = [sum(n for (receiver, _), n in counted.items() if receiver == rank) for rank in range(len(planned))]
         assert received == planned.tolist()

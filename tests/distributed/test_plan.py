@@ -401,7 +401,7 @@ SIZES = st.fixed_dictionaries(
         "head_dim": st.sampled_from((3, 24)),
         "itemsize": st.sampled_from((2, 4, 8)),
         "batch": st.integers(1, 3),
-        "masked": st.booleans(),
+        "key_padding_mask": st.booleans(),
         "lse_size": st.sampled_from((4, 8)),
     }
 )
@@ -424,7 +424,7 @@ def test_bytes_and_buffers_are_those_of_the_rows(plan: ContextPlan, sizes: dict[
         kv, q = (received_rows(plan, exchange, kind) for kind in KINDS)
         kv_back, q_back = (received_rows(plan, exchange, kind, returned=True) for kind in KINDS)
         out, out_back = q_back, q  # outputs go back as their queries came
-        key, query, output = (2 * dim + sizes["masked"]) * element, group * dim * element, group * (dim * element + lse)
+        key, query, output = (2 * dim + sizes["key_padding_mask"]) * element, group * dim * element, group * (dim * element + lse)
         again = (1 + plan.pattern.detach_weights) * kv * key if exchange == "ring" else 0 * kv
         forward, backward = cost_model.bytes_received(plan, exchange, **sizes)
         assert forward.tolist() == (kv * key + q * query + out * output).tolist()

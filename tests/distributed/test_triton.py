@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern
-from flexdilated.backends.triton import engine
-from flexdilated.core.custom_op import Flat
+from flexdilated.backends.triton import backend
+from flexdilated.core.custom_op import OpOptions
 from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.backends import interpreter
 from tests.distributed import test_parallel
@@ -19,7 +19,7 @@ from tests.distributed.cases import ShardedCase
 from tests.tolerances import SINGLE
 
 pytest.importorskip("triton")
-if not engine.INTERPRETED:
+if not backend.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1, which is not set where there is a GPU", allow_module_level=True)
 
 from flexdilated.backends.triton import launch
@@ -37,8 +37,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         with one:
             run(*arguments)
 
-    def by_triton(*arguments: Any, flat: Flat, **options: Any) -> Any:
-        return attention(*arguments, flat=flat._replace(engine="triton"), **options)
+    def by_triton(*arguments: Any, op_options: OpOptions, **options: Any) -> Any:
+        return attention(*arguments, op_options=op_options._replace(engine="triton"), **options)
 
     monkeypatch.setattr(launch, "_launch", locked)
     monkeypatch.setattr(test_parallel, "TaskAttention", by_triton)

@@ -15,16 +15,16 @@ from torch import Tensor
 from flexdilated import DilatedPattern
 from flexdilated.core.branch import Kept
 from flexdilated.masks import blocks as listing
-from flexdilated.masks.blocks import BlockLists, Order, block_lists, head_branches, most_columns
+from flexdilated.masks.blocks import BlockLists, Direction, block_lists, head_branches, most_columns
 from tests.cases import least_heads
 
-ORDERS: tuple[Order, ...] = ("any", "before", "after")
+ORDERS: tuple[Direction, ...] = ("any", "before", "after")
 SIZES = (1, 2, 3, 5, 8, 16)
 
 Branches = tuple[tuple[int, int, int], ...]  # length, rate, offset
 
 
-def join(branches: Branches, num_tokens: int, order: Order) -> Tensor:
+def join(branches: Branches, num_tokens: int, order: Direction) -> Tensor:
     """(N, N): the pairs that a branch joins, by the definition."""
     p = torch.arange(num_tokens)
     joined = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
@@ -56,7 +56,7 @@ def read(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     return listed
 
 
-def check(branches: tuple[Kept, ...], num_tokens: int, sizes: tuple[int, int], order: Order) -> Tensor:
+def check(branches: tuple[Kept, ...], num_tokens: int, sizes: tuple[int, int], order: Direction) -> Tensor:
     """The full blocks, once the lists of these branches hold what a look at all pairs finds."""
     return compare(block_lists(branches, num_tokens, *sizes, order), join(branches, num_tokens, order), sizes)
 
@@ -96,7 +96,7 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
 @example(DilatedPattern((300,), (1,)), 200, 1, 0, (16, 8), "any")  # one segment, its ragged last blocks never full
 @example(DilatedPattern((97, 97), (29, 97)), 200, 5, 4, (8, 5), "before")  # rates larger than a block
 def test_lists_hold_the_blocks_that_a_look_at_all_pairs_finds(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, head: int, sizes: tuple[int, int], order: Order
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, head: int, sizes: tuple[int, int], order: Direction
 ) -> None:
     num_heads = max(num_heads, least_heads(pattern))
     head %= num_heads
@@ -112,7 +112,7 @@ def test_lists_hold_the_blocks_that_a_look_at_all_pairs_finds(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("sizes", [(8, 8), (3, 16), (16, 3), (1, 1)], ids=str)
 @pytest.mark.parametrize("rate", [17, 53, 101])
-def test_rates_larger_than_a_block_leave_blocks_out(rate: int, sizes: tuple[int, int], order: Order) -> None:
+def test_rates_larger_than_a_block_leave_blocks_out(rate: int, sizes: tuple[int, int], order: Direction) -> None:
     branches = (Kept(101, rate, 7), Kept(199, rate, 16))
     full = check(branches, 200, sizes, order)
     assert full.any() == (sizes == (1, 1))
@@ -136,7 +136,7 @@ def test_lists_that_do_not_tell_full_blocks_hold_all_as_partial(branches: tuple[
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("length", "rate", "offset"), [(7, 2, 1), (48, 8, 3), (5, 5, 4)])
-def test_a_branch_is_worked_on_by_the_segments_that_rows_touch(length: int, rate: int, offset: int, order: Order) -> None:
+def test_a_branch_is_worked_on_by_the_segments_that_rows_touch(length: int, rate: int, offset: int, order: Direction) -> None:
     """As long as its rate is at most a block's columns: then a row has one run of each segment."""
     looked = []
     within = listing._within
@@ -178,7 +178,7 @@ TWO_PAIRS = (Kept(66, 1, 0), Kept(95, 1, 0)), (Kept(128, 31, 2), Kept(128, 30, 5
 @pytest.mark.parametrize(("order", "corners"), [("any", ((5, 4), (4, 5))), ("before", ((5, 4),)), ("after", ((4, 5),))])
 @pytest.mark.parametrize(("near", "dilated"), [ONE_PAIR, TWO_PAIRS], ids=["one_pair", "two_pairs"])
 def test_a_dilated_branch_completes_a_block_of_16(
-    near: tuple[Kept, ...], dilated: tuple[Kept, ...], order: Order, corners: tuple[tuple[int, int], ...]
+    near: tuple[Kept, ...], dilated: tuple[Kept, ...], order: Direction, corners: tuple[tuple[int, int], ...]
 ) -> None:
     pairs = join(near, 128, "any")[80:96, 64:80]
     assert (~pairs).sum() == len(dilated)
@@ -189,13 +189,13 @@ def test_a_dilated_branch_completes_a_block_of_16(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=str)
-def test_dilated_branches_alone_fill_a_tiny_block(sizes: tuple[int, int], order: Order) -> None:
+def test_dilated_branches_alone_fill_a_tiny_block(sizes: tuple[int, int], order: Direction) -> None:
     branches = (Kept(13, 2, 0), Kept(13, 3, 0))  # 6 sees 8 by rate 2 and 9 by rate 3
     full = check(branches, 13, sizes, order)
     assert full[(6, 4) if sizes == (1, 2) else (4, 6)].item() == (order != ("before" if sizes == (1, 2) else "after"))
 
 
-def looks(branches: tuple[Kept, ...], num_tokens: int, sizes: tuple[int, int], order: Order) -> list[Tensor]:
+def looks(branches: tuple[Kept, ...], num_tokens: int, sizes: tuple[int, int], order: Direction) -> list[Tensor]:
     """What is asked of the definition while these lists are made: whole blocks as (blocks, rows, columns)."""
     asked = []
     joined = listing._joined
@@ -219,7 +219,7 @@ def test_no_pair_is_looked_at_where_no_dilated_branch_can_complete_a_block(branc
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_of_blocks_that_rate_1_leaves_those_with_all_four_corners_are_looked_at(order: Order) -> None:
+def test_of_blocks_that_rate_1_leaves_those_with_all_four_corners_are_looked_at(order: Direction) -> None:
     near, dilated = (Kept(7, 1, 0), Kept(11, 1, 0)), (Kept(61, 2, 0), Kept(58, 3, 1))
     pairs = join(near + dilated, 187, order)
     corners = [pairs[i : i + 3 : 2, j : j + 4 : 3].all() for i in range(0, 186, 3) for j in range(0, 184, 4)]
@@ -253,7 +253,7 @@ def head_branch(draw: st.DrawFn) -> Kept:
     st.sampled_from(ORDERS),
 )
 def test_many_branches_fill_tiny_blocks_together(
-    branches: list[Kept], num_tokens: int, sizes: tuple[int, int], order: Order
+    branches: list[Kept], num_tokens: int, sizes: tuple[int, int], order: Direction
 ) -> None:
     check(tuple(branches), num_tokens, sizes, order)
 

@@ -25,7 +25,7 @@ class Scattered(NamedTuple):
     heads: Tensor
 
 
-Part = tuple[Piece | Scattered, Tensor, Tensor]  # where, out, lse: -inf where no key reaches
+PartialOutput = tuple[Piece | Scattered, Tensor, Tensor]  # where, out, lse: -inf where no key reaches
 
 
 def tokens_of(piece: Piece, device: torch.device) -> Tensor:
@@ -61,7 +61,7 @@ def read(x: Tensor, piece: Piece | Scattered, *, group: int = 1) -> Tensor:
     return box(x, piece, group=group)
 
 
-def mix(layers: Sequence[Sequence[Part]], q: Tensor, group: int, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
+def mix(layers: Sequence[Sequence[PartialOutput]], q: Tensor, group: int, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
     """`lse = logsumexp_i lse_i` `(B, H, N)` and `out = sum_i exp(lse_i - lse) out_i` `(B, N, H, D)`, out in the dtype of q.
 
     Args:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from flexdilated.backends.autograd.combine import heads_of, mix, read, tokens_of
 from flexdilated.backends.autograd.grids import Grid, draw_grids, locate, num_parts
 from flexdilated.backends.autograd.records import attend_recorded
-from flexdilated.backends.kernel import draw_seed, draws_of_its_own, refuse_draws_again, spread
+from flexdilated.backends.kernel import draw_seed, draws_of_its_own, fold_in, refuse_draws_again
 from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call, MaskMod, ScoreMod, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
@@ -35,7 +35,7 @@ from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_symbolic, refuse_t
 SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def attend_by_operations(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, differentiable, also in what the functions hold.
 
     Raises:
@@ -52,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             )
         seed = draw_seed(call.dropout_p, call.first_sequence)
         assert seed is not None
-        with draws_of_its_own(spread(int(seed.item()), 1 + call.first_head), q.device):
+        with draws_of_its_own(fold_in(int(seed.item()), 1 + call.first_head), q.device):
             return _pieces(q, k, v, call)
     refuse_compiled_borders(call, "score_mod and mask_mod")
     traced = torch.compiler.is_compiling()
@@ -87,10 +87,11 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     outs, lses = [], []
     with without_autocast(q.device):
         for (start, _, _), length, pieces, (q_d, k_d, v_d) in zip(runs, lengths, plans, parts):
-            ignored = None if key_padding_mask is None else key_padding_mask[:, start : start + length]
+            mask_d = None if key_padding_mask is None else key_padding_mask[:, start : start + length]
             tokens = start if order.tokens is None else order.tokens[start : start + length]
             results = [
-                (piece, *attend_piece(q_d, k_d, v_d, ignored=ignored, tokens=tokens, piece=piece, call=call)) for piece in pieces
+                (piece, *attend_piece(q_d, k_d, v_d, key_padding_mask=mask_d, tokens=tokens, piece=piece, call=call))
+                for piece in pieces
             ]
             out, lse = mix([[part] for part in results], q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
             outs.append(out)
@@ -99,7 +100,7 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, tokens: int | Tensor, piece: Piece, call: Call
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, tokens: int | Tensor, piece: Piece, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Out `b s o h g r d` and lse `b s o h g r` of a piece; `tokens`: the first token that q holds, or `(N,)`, all of them."""
     group, device = q.shape[2] // k.shape[2], q.device
@@ -107,12 +108,12 @@ def attend_piece(
     position = tokens[position] if isinstance(tokens, Tensor) else tokens + position
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None, None, None]
     h = heads_of(piece, group, device)[None, None, ..., None, None]
-    hidden = None
-    if ignored is not None:
-        hidden = read(ignored[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0]
+    ignored = None
+    if key_padding_mask is not None:
+        ignored = read(key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0]
     pairs = position[None, :, :, None, None, :, None], position[None, :, :, None, None, None, :]
     rows = read(q, piece, group=group), read(k, piece), read(v, piece)
-    out, lse = attend_lanes(*rows, hidden, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call)
+    out, lse = attend_lanes(*rows, ignored, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call)
     if not piece.zero_keys:
         return out, lse
     shares, lse = normalised(torch.stack([lse, torch.full_like(lse, math.log(piece.zero_keys))]), dim=0)
@@ -123,7 +124,7 @@ def attend_lanes(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    hidden: Tensor | None,
+    ignored: Tensor | None,
     b: Tensor,
     h: Tensor,
     q_idx: Tensor,
@@ -138,12 +139,12 @@ def attend_lanes(
     count = -(-lanes // several)
     # Split, not sliced: the gradients of the parts are then put together once.
     split = [
-        [x] * count if x is None or x.shape[1] == 1 else x.split(several, dim=1) for x in (q, k, v, hidden, b, h, q_idx, kv_idx)
+        [x] * count if x is None or x.shape[1] == 1 else x.split(several, dim=1) for x in (q, k, v, ignored, b, h, q_idx, kv_idx)
     ]
     outs, lses = [], []
-    for q_l, k_l, v_l, hidden_l, b_l, h_l, q_idx_l, kv_idx_l in zip(*split):
+    for q_l, k_l, v_l, ignored_l, b_l, h_l, q_idx_l, kv_idx_l in zip(*split):
         chunks = [
-            attend_rows(q_c, k_l, v_l, hidden=hidden_l, b=b_l, h=h_l, q_idx=q_idx_c, kv_idx=kv_idx_l, call=call)
+            attend_rows(q_c, k_l, v_l, ignored=ignored_l, b=b_l, h=h_l, q_idx=q_idx_c, kv_idx=kv_idx_l, call=call)
             for q_c, q_idx_c in zip(q_l.split(most, dim=-2), q_idx_l.split(most, dim=-2))
         ]
         outs.append(torch.cat([out for out, _ in chunks], dim=-2))
@@ -160,7 +161,7 @@ def attend_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    hidden: Tensor | None,
+    ignored: Tensor | None,
     b: Tensor,
     h: Tensor,
     q_idx: Tensor,
@@ -169,10 +170,10 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments, `(B, ..., 1, R, D)`.
 
-    `hidden`, `b`, `h`, `q_idx` and `kv_idx`, what is ignored and where the pairs stand, broadcast to `(B, ..., group, rows, R)`.
+    `ignored`, `b`, `h`, `q_idx` and `kv_idx`, what is ignored and where the pairs stand, broadcast to `(B, ..., group, rows, R)`.
     The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
     """
-    tensors = (q, k, v, hidden, b, h, q_idx, kv_idx)
+    tensors = (q, k, v, ignored, b, h, q_idx, kv_idx)
     if not torch.is_grad_enabled() or is_transformed(q, k, v) or torch.compiler.is_exporting():
         return _attend(*tensors, call)
     if torch.compiler.is_compiling():
@@ -186,7 +187,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    hidden: Tensor | None,
+    ignored: Tensor | None,
     b: Tensor,
     h: Tensor,
     q_idx: Tensor,
@@ -198,7 +199,7 @@ def _attend(
     group, rows = q.shape[-3:-1]
     scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
     scores, visible = _modify(scores, b, h, q_idx=q_idx, kv_idx=kv_idx, score_mod=call.score_mod, mask_mod=call.mask_mod)
-    for seen in (visible, kv_idx <= q_idx if call.is_causal else None, None if hidden is None else ~hidden):
+    for seen in (visible, kv_idx <= q_idx if call.is_causal else None, None if ignored is None else ~ignored):
         if seen is not None:
             scores = torch.where(seen, scores, -math.inf)
     weights, lse = normalised(scores, dim=-1)
@@ -234,20 +235,20 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
             "q must have a static number of tokens for score_mod and mask_mod on a part of a model's heads in compiled code, got a "
             "dynamic one; use torch.compile(dynamic=False)"
         )
-    pattern, ignored = call.pattern, call.key_padding_mask
+    pattern, key_padding_mask = call.pattern, call.key_padding_mask
     (batch, num_tokens, heads), kv_heads = q.shape[:3], k.shape[2]
     group = heads // kv_heads
     parts = num_parts(pattern, known_batch(batch), num_tokens, kv_heads, group, SCORES)
     tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group=group, is_causal=call.is_causal, parts=parts, device=q.device)
     check_mods(call.score_mod, call.mask_mod, q)  # again: without fullgraph the graph breaks above, and forgets what they read
-    if ignored is not None:
-        k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
+    if key_padding_mask is not None:
+        k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
     with without_autocast(q.device):
-        results = [_branch(q, k, v, branch=i, tokens=tokens, grid=grid, call=call) for i, grid in enumerate(grids)]
+        results = [_attend_grid(q, k, v, branch=i, tokens=tokens, grid=grid, call=call) for i, grid in enumerate(grids)]
         return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
 
 
-def _branch(
+def _attend_grid(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -257,7 +258,7 @@ def _branch(
     call: Call,
 ) -> tuple[Tensor, Tensor]:
     """A branch's out `(B, N, H, D)` and lse `(B, N, H)`, 0 and -inf at tokens that a head does not keep."""
-    pattern, ignored = call.pattern, call.key_padding_mask
+    pattern, key_padding_mask = call.pattern, call.key_padding_mask
     (num_tokens, heads), kv_heads, device = q.shape[1:3], k.shape[2], q.device
     group = heads // kv_heads
     length, rate = pattern.segments("grids")[branch]
@@ -270,7 +271,7 @@ def _branch(
     # Padding holds zeros: what other tokens hold must not matter.
     k_token, beyond = locate(grid.keys, first, branch_of_lane, num_tokens)
     k, v = (x[:, k_token, kv_head].masked_fill(beyond[..., None], 0.0)[:, :, None] for x in (k, v))
-    hidden = beyond[None] if ignored is None else beyond | ignored[:, k_token]
+    ignored = beyond[None] if key_padding_mask is None else beyond | key_padding_mask[:, k_token]
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
     outs, lses = [], []
     for query in grid.queries.unbind():
@@ -280,7 +281,7 @@ def _branch(
             q[:, q_token, h].masked_fill(beyond[..., None], 0.0)[:, :, None],
             k,
             v,
-            hidden[:, :, None, None, :],
+            ignored[:, :, None, None, :],
             b,
             h[None, :, None, :, None],
             q_token[None, :, None, :, None],

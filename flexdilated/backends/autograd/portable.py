@@ -15,32 +15,36 @@ from torch import Tensor
 from flexdilated.backends.autograd.grids import locate
 from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call
-from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.custom_op import Inputs, OpOptions
 from flexdilated.core.lse import accumulated, mix_branches, normalised
 from flexdilated.core.pattern import DilatedPattern
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def attend_portable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call without functions; N may be a symbol.
 
     Raises:
         NotImplementedError: For packed documents, dropout, and torchscale's shifted positions.
     """
-    return mixture(*Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens), *call.flat())
+    return mixture(*Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens), *call.op_options())
 
 
 def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
     """What the operator `flexdilated::mixture` gives for the same arguments."""
-    inputs, flat = Inputs(*arguments[:6]), Flat(*arguments[6:])
-    q, k, v, ignored = inputs[:4]
-    _check(flat.pattern, q.shape[1], inputs.cu_seqlens, flat.dropout_p)
-    if ignored is not None:
+    inputs, op_options = Inputs(*arguments[:6]), OpOptions(*arguments[6:])
+    q, k, v, key_padding_mask = inputs[:4]
+    _check(op_options.pattern, q.shape[1], inputs.cu_seqlens, op_options.dropout_p)
+    if key_padding_mask is not None:
         # What ignored keys and values hold must not matter, and 0 times NaN would.
-        k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
-    within = range(flat.first_head, flat.first_head + k.shape[2])
-    branches = range(len(flat.pattern.branches))
-    parts = [_branch(q, k, v, ignored=ignored, flat=flat, branch=i, within=within) for i in branches if _heads(flat, i, within)]
-    return mix_branches(parts, q.dtype, detach_weights=flat.pattern.detach_weights)
+        k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
+    within = range(op_options.first_head, op_options.first_head + k.shape[2])
+    branches = range(len(op_options.pattern.branches))
+    parts = [
+        _attend_branch(q, k, v, key_padding_mask=key_padding_mask, op_options=op_options, branch=i, within=within)
+        for i in branches
+        if _heads(op_options, i, within)
+    ]
+    return mix_branches(parts, q.dtype, detach_weights=op_options.pattern.detach_weights)
 
 
 def _check(pattern: DilatedPattern, num_tokens: int, cu_seqlens: Tensor | None, dropout_p: float) -> None:
@@ -60,14 +64,14 @@ def _check(pattern: DilatedPattern, num_tokens: int, cu_seqlens: Tensor | None, 
             )
 
 
-def _branch(
-    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, flat: Flat, branch: int, within: range
+def _attend_branch(
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, op_options: OpOptions, branch: int, within: range
 ) -> tuple[Tensor, Tensor]:
     """One branch's out `(B, N, H, D)` and lse `(B, N, H)`, -inf where it has nothing to say.
 
     Whatever has a symbol for a size is made by indexing alone: whether it may be reshaped would depend on whether the symbol is 1.
     """
-    pattern = flat.pattern
+    pattern = op_options.pattern
     length, rate = pattern.segments("portable programs")[branch]
     batch_size, num_tokens, group, device = q.shape[0], q.shape[1], q.shape[2] // k.shape[2], q.device
     # A longer segment is one segment of all tokens; where nothing says that it is longer, it is as if tokens followed.
@@ -76,9 +80,11 @@ def _branch(
     num_segments, num_rows = (num_tokens + length - 1) // length, (length + rate - 1) // rate
     if not isinstance(length, int):
         num_rows += 2  # that nothing sees: torch's product asks whether a symbol is at least 2, and the answer must be yes
-    kv_heads = _heads(flat, branch, within)
+    kv_heads = _heads(op_options, branch, within)
     first, lanes = (kv_heads.start - within.start) * group, len(kv_heads) * group
-    offset = torch.cat([torch.full((group,), pattern.offset(branch, head, flat.num_heads), device=device) for head in kv_heads])
+    offset = torch.cat(
+        [torch.full((group,), pattern.offset(branch, head, op_options.num_heads), device=device) for head in kv_heads]
+    )
 
     softmax = torch.arange(batch_size * num_segments * lanes, device=device)[:, None]  # (Z, 1): batch, segment, lane
     lane, batch = softmax % lanes, softmax // (num_segments * lanes)
@@ -89,17 +95,17 @@ def _branch(
     def rows(x: Tensor, head: Tensor) -> Tensor:
         return x[batch, token, head].to(accumulated(x.dtype)).masked_fill(beyond[..., None], 0.0)  # (Z, R, D)
 
-    visible = ~beyond if ignored is None else ~(beyond | ignored[batch, token])
-    if pattern.zero_padding and not flat.is_causal:
+    visible = ~beyond if key_padding_mask is None else ~(beyond | key_padding_mask[batch, token])
+    if pattern.zero_padding and not op_options.is_causal:
         # Rows behind the last token are keys, of zeros: those of a whole segment, or up to a multiple of the rate in a shorter one.
         whole = torch.full((), num_tokens, device=device) > length
         visible = visible | beyond & (whole | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
     visible = visible[:, None]
-    if flat.is_causal:
+    if op_options.is_causal:
         visible = visible & (row <= row[:, None])
 
     head = first + lane
-    scores = torch.bmm(rows(q, head), rows(k, head // group).transpose(1, 2)) * flat.scale
+    scores = torch.bmm(rows(q, head), rows(k, head // group).transpose(1, 2)) * op_options.scale
     weights, lse = normalised(scores.masked_fill(~visible, -math.inf), dim=-1)
     out, lse = torch.bmm(weights, rows(v, head // group)), lse[..., 0]
 
@@ -114,9 +120,9 @@ def _branch(
     return torch.nn.functional.pad(out, (0, 0, *beside)), torch.nn.functional.pad(lse, beside, value=-math.inf)
 
 
-def _heads(flat: Flat, branch: int, within: range) -> range:
+def _heads(op_options: OpOptions, branch: int, within: range) -> range:
     """The key/value heads of a part of a model that run a branch."""
-    heads = flat.pattern.head_range(branch, flat.num_heads)
+    heads = op_options.pattern.head_range(branch, op_options.num_heads)
     return range(max(heads.start, within.start), min(heads.stop, within.stop))
 
 

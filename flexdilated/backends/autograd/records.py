@@ -65,11 +65,11 @@ def _refuse_script(name: str, node: Any, start: int) -> None:
 class _Record(TorchDispatchMode):
     """The operations of one call of a function, and the tensors that they read besides the arguments."""
 
-    def __init__(self, name: str, function: Callable[..., Tensor], *, learns: bool) -> None:
-        """`learns`: whether the scores have a gradient."""
+    def __init__(self, name: str, function: Callable[..., Tensor], *, requires_grad: bool) -> None:
+        """`requires_grad`: whether the scores have a gradient."""
         super().__init__()
         self.held: dict[_Slot, Tensor] = {}  # tensors that the function reads
-        self._name, self._function, self._learns = name, function, learns
+        self._name, self._function, self._requires_grad = name, function, requires_grad
         self._slots: Any = WeakTensorKeyDictionary()
         self._steps: list[tuple[Any, ...]] = []  # operator, arguments, keyword arguments, results, slots that nothing reads later
         self._result = _Slot(0)
@@ -83,7 +83,7 @@ class _Record(TorchDispatchMode):
         self._read_only |= {_storage(x) for x in arguments[-4:]}  # positions; scores are computed again
         # With gradients on, __torch_dispatch__ sees where the function switches them off. The graph is not used: it keeps nothing.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x):
-            if self._learns and self._name == "score_mod":  # or numpy could read scores, and what it computes would be constant
+            if self._requires_grad and self._name == "score_mod":  # or numpy could read scores, as constants
                 arguments[0][:0].sub_(torch.zeros((), requires_grad=True))  # not a leaf, which could not be modified in place
             start = torch._C._autograd._get_sequence_nr()
             with self:
@@ -166,9 +166,9 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
     assert tensors[0] is not None
     device = tensors[0].device
     state = _random_state(device) if call.dropout_p > 0.0 else None
-    learns = any(x is not None and x.requires_grad for x in tensors[:2])
+    requires_grad = any(x is not None and x.requires_grad for x in tensors[:2])
     records: dict[str, Any] = {
-        name: _Record(name, function, learns=learns)
+        name: _Record(name, function, requires_grad=requires_grad)
         for name, function in (("score_mod", call.score_mod), ("mask_mod", call.mask_mod))
         if function is not None
     }

@@ -1,11 +1,11 @@
-"""FlashAttention as an engine: the package flash-attn-4 on Hopper and Blackwell, flash-attn 2 on sm_80 and newer.
+"""FlashAttention as a backend: the package flash-attn-4 on Hopper and Blackwell, flash-attn 2 on sm_80 and newer.
 
 Both are optional (`pip install flexdilated[flash]` and `[flash2]`) and imported when they run. Both install into the folder
 `flash_attn`. They work side by side if flash-attn-4 is installed last: flash-attn 2.8 contains an older `flash_attn/cute`, which
 replaces the files of flash-attn-4 (PrimeIntellect-ai/prime-rl#1949).
 
 `torch.nn.attention.activate_flash_attention_impl("FA4")` (torch 2.11 and newer) is another route to flash-attn-4: it replaces the
-aten operators that the flash kernel of `backend="sdpa"` calls. Prefer this engine. On torch 2.11 to 2.13, that route raises
+aten operators that the flash kernel of `backend="sdpa"` calls. Prefer this backend. On torch 2.11 to 2.13, that route raises
 ValueError in every forward with 4.0.0b19 or newer. On every torch, it raises where a kernel is missing instead of falling back, and
 it takes no gradient of lse: `sdpa` then adds a column, and a head dim of 64 becomes 72.
 
@@ -23,7 +23,7 @@ from torch.torch_version import TorchVersion
 
 from flexdilated.backends.dense import flash_kernels
 from flexdilated.backends.kernel import Kernel
-from flexdilated.core.request import Request
+from flexdilated.core.dispatch_key import DispatchKey
 
 LEAST_VERSION = (2, 7)  # the first whose entry points take the window as two numbers
 LEAST_BLACKWELL_VERSION = (2, 7, 3)  # before, it refuses levels above sm_90
@@ -50,8 +50,8 @@ def _installed(distribution: str) -> tuple[int, ...] | None:
 INSTALLED, INSTALLED_4 = _installed("flash-attn"), _installed("flash-attn-4")
 
 
-def why_not(request: Request) -> str | None:
-    """Why this engine cannot run a request, or None. What no installation would change comes first."""
+def why_not(request: DispatchKey) -> str | None:
+    """Why this backend cannot run a request, or None. What no installation would change comes first."""
     reasons = [kernel.why_not(request) for kernel in KERNELS]
     return None if None in reasons else "; ".join(dict.fromkeys(str(reason) for reason in reasons))
 
@@ -66,7 +66,7 @@ def activation_fault() -> str | None:
     )
 
 
-def _neither(request: Request) -> str | None:
+def _neither(request: DispatchKey) -> str | None:
     """Why neither package can run a request."""
     capability = request.hardware.capability
     if request.hardware.device_type != "cuda" or capability is None:
@@ -75,7 +75,7 @@ def _neither(request: Request) -> str | None:
         return "flash-attn needs sm_80 or newer; use backend='sdpa'"
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"flash-attn has no {str(request.dtype).removeprefix('torch.')} kernel; use backend='sdpa'"
-    if request.masked:
+    if request.key_padding_mask:
         return "flash-attn has no key padding mask; use backend='sdpa'"
     if request.dropout:
         return "flash-attn's dropout is not used here: the math kernel's is; use backend='sdpa'"
@@ -84,7 +84,7 @@ def _neither(request: Request) -> str | None:
     return None
 
 
-def _why_not_4(request: Request) -> str | None:
+def _why_not_4(request: DispatchKey) -> str | None:
     reason, capability = _neither(request), request.hardware.capability
     if reason is not None:
         return reason
@@ -108,7 +108,7 @@ def _why_not_4(request: Request) -> str | None:
     return None
 
 
-def _why_not_2(request: Request) -> str | None:
+def _why_not_2(request: DispatchKey) -> str | None:
     reason, capability = _neither(request), request.hardware.capability
     if reason is not None or capability is None:
         return reason
@@ -125,7 +125,7 @@ def _why_not_2(request: Request) -> str | None:
     return None
 
 
-def _has_lse_gradient(request: Request) -> bool:
+def _has_lse_gradient(request: DispatchKey) -> bool:
     return request.dlse or (request.wants_lse and request.differentiable)
 
 

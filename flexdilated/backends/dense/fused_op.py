@@ -1,4 +1,4 @@
-"""All pieces of a pattern by a kernel engine, as one differentiable operation that keeps q, k, v, out and lse alone."""
+"""All pieces of a pattern by a kernel backend, as one differentiable operation that keeps q, k, v, out and lse alone."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.dense.piece_loop import PieceLoop, backward, forward
-from flexdilated.backends.kernel import draw_seed, spread
+from flexdilated.backends.kernel import draw_seed, fold_in
 from flexdilated.core.call import Call, documents
 from flexdilated.core.checks import refuse_shards_of_torch
-from flexdilated.core.custom_op import Flat, Inputs, differentiate, operator, refuse, rows_contiguous, save, schema_of, shapes_of
+from flexdilated.core.custom_op import (
+    Inputs,
+    OpOptions,
+    differentiate,
+    operator,
+    refuse,
+    rows_contiguous,
+    save,
+    schema_of,
+    shapes_of,
+)
 from flexdilated.core.functorch import is_differentiated
 from flexdilated.core.hardware import without_autocast
-from flexdilated.core.pieces import Order, arrange, plan_pieces
+from flexdilated.core.pieces import TokenOrder, arrange, plan_pieces
 from flexdilated.core.tracing import refuse_traced_derivatives
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, both differentiable; its backend is a kernel engine."""
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, both differentiable; its backend is a kernel backend."""
     if torch.compiler.is_compiling():
         refuse_traced_derivatives()
     run = MIXTURE.forward
@@ -29,40 +39,42 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             run = FlexdilatedMixture.apply
     seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
     inputs = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, seed)
-    out, lse = run(*inputs, *call.flat())
+    out, lse = run(*inputs, *call.op_options())
     return out, lse
 
 
-def _piece_loop(inputs: Inputs, flat: Flat) -> tuple[PieceLoop, Inputs, Order]:
+def _piece_loop(inputs: Inputs, op_options: OpOptions) -> tuple[PieceLoop, Inputs, TokenOrder]:
     """Over the whole sequence: the loop over pieces, the tensors in the order in which it reads them, and that order."""
-    inputs, order, spans = inputs.rows_contiguous(), Order(), documents(inputs.cu_seqlens, inputs.q.shape[1])
-    if len(spans) > 1 and flat.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
+    inputs, order, spans = inputs.rows_contiguous(), TokenOrder(), documents(inputs.cu_seqlens, inputs.q.shape[1])
+    if len(spans) > 1 and op_options.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
         spans, order = arrange(spans, inputs.q.device)
     if order.tokens is not None:
         q, k, v, mask, *rest = inputs
         inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *rest)
     kv_heads = inputs.k.shape[2]
-    within = None if kv_heads == flat.num_heads else range(flat.first_head, flat.first_head + kv_heads)
-    pieces = plan_pieces(flat.pattern, spans, flat.num_heads, flat.is_causal, within)
-    seed = None if inputs.seed is None else spread(int(inputs.seed.item()), flat.first_head << 32)
-    return PieceLoop(inputs, flat, pieces, seed), inputs, order
+    within = None if kv_heads == op_options.num_heads else range(op_options.first_head, op_options.first_head + kv_heads)
+    pieces = plan_pieces(op_options.pattern, spans, op_options.num_heads, op_options.is_causal, within)
+    seed = None if inputs.seed is None else fold_in(int(inputs.seed.item()), op_options.first_head << 32)
+    return PieceLoop(inputs, op_options, pieces, seed), inputs, order
 
 
-def _forward(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
+def _forward(inputs: Inputs, op_options: OpOptions) -> tuple[Tensor, ...]:
     refuse_shards_of_torch(0)  # again: a compiled graph was checked when it was traced
     with without_autocast(inputs.q.device):
-        loop, inputs, order = _piece_loop(inputs, flat)
+        loop, inputs, order = _piece_loop(inputs, op_options)
         out, lse = forward(inputs.q, inputs.k, inputs.v, loop)
         return (out, lse) if order.places is None else (order.put(out), order.put(lse, 2))
 
 
-def _shapes(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
+def _shapes(inputs: Inputs, op_options: OpOptions) -> tuple[Tensor, ...]:
     return shapes_of(inputs.q)
 
 
-def _backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], flat: Flat) -> tuple[Tensor, ...]:
+def _backward(
+    dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], op_options: OpOptions
+) -> tuple[Tensor, ...]:
     with without_autocast(dout.device):
-        loop, inputs, order = _piece_loop(inputs, flat)
+        loop, inputs, order = _piece_loop(inputs, op_options)
         dout, out, lse = rows_contiguous(dout), rows_contiguous(outputs[0]), outputs[1]
         if order.tokens is None:
             return backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop)
@@ -78,7 +90,7 @@ def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 MIXTURE = operator(
-    "mixture", schema_of(Flat), Flat._make, forward=_forward, shapes=_shapes, backward=_backward, through=_differentiate
+    "mixture", schema_of(OpOptions), OpOptions._make, forward=_forward, shapes=_shapes, backward=_backward, through=_differentiate
 )
 
 

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.kernel import Dropout, Kernel, Options, disabled
+from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.functorch import may_draw
 from flexdilated.core.lse import accumulated
-from flexdilated.core.request import Request
 
 SCORES = 1 << 24  # at once: 64 MiB in float32
 
 
-def operations_why_not(request: Request) -> str | None:
+def operations_why_not(request: DispatchKey) -> str | None:
     """Why torch's own operations cannot compute a request, or None."""
     return "MPS has no float64" if request.hardware.device_type == "mps" and request.dtype == torch.float64 else None
 
 
-def _why_not(request: Request) -> str | None:
+def _why_not(request: DispatchKey) -> str | None:
     return operations_why_not(request) or disabled("math_sdp_enabled")
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends import choose_kernel
-from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, spread
-from flexdilated.backends.triton import engine as triton_engine
-from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, fold_in
+from flexdilated.backends.triton import backend as triton_backend
+from flexdilated.core.custom_op import Inputs, OpOptions
+from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.lse import accumulated, add_zero_keys_, for_backward, merge_
 from flexdilated.core.pieces import Piece
-from flexdilated.core.request import Request
-from flexdilated.core.slabs import Slabs, fold, layouts, slabs_of
+from flexdilated.core.slabs import Slabs, layouts, pack, slabs_of
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a
@@ -59,28 +59,30 @@ class Rows:
         """The rows as a kernel takes them, a view if strides allow, else a copy."""
         layout = self.layouts[slab.number].view
         if layout is None:
-            return fold(self.box(slab), offsets_apart=self.apart)
+            return pack(self.box(slab), offsets_apart=self.apart)
         return self.x.as_strided(layout[0], layout[1], self.first + layout[2])
 
 
 class PieceLoop:
     """The slabs of some pieces, the options of their kernel, and the seed of the dropout."""
 
-    def __init__(self, inputs: Inputs, flat: Flat, pieces: tuple[Piece, ...], seed: int | None) -> None:
+    def __init__(self, inputs: Inputs, op_options: OpOptions, pieces: tuple[Piece, ...], seed: int | None) -> None:
         q, k, _, key_padding_mask, cu_seqlens, _ = inputs
         self.pieces = pieces
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
-        self.detaches = flat.pattern.detach_weights
-        self._engine = flat.engine
-        self._request = Request.of(q, k, key_padding_mask, cu_seqlens, flat.dropout_p)
-        self.kernel = choose_kernel(flat.engine, self._request)
+        self.detaches = op_options.pattern.detach_weights
+        self._backend = op_options.engine
+        self._request = DispatchKey.of(q, k, key_padding_mask, cu_seqlens, op_options.dropout_p)
+        self.kernel = choose_kernel(op_options.engine, self._request)
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
-        self.options = Options(flat.is_causal, flat.scale, key_padding_mask)
-        self._dropout = None if seed is None else Dropout(flat.dropout_p, seed)
+        self.options = Options(op_options.is_causal, op_options.scale, key_padding_mask)
+        self._dropout = None if seed is None else Dropout(op_options.dropout_p, seed)
         self._packs = packs(q.device)
         # The mask has no heads: every head reads the same column.
-        self._ignored = None if key_padding_mask is None else key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1)
+        self._key_padding_mask = (
+            None if key_padding_mask is None else key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1)
+        )
         if self.in_place is None:
             row_bytes = self.group * q.shape[3] * q.element_size() if self._packs else 0
             most = CPU_SLAB_BYTES if self._packs else GRID_LIMIT
@@ -90,7 +92,7 @@ class PieceLoop:
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
-        return self.kernel if dlse is None else choose_kernel(self._engine, replace(self._request, dlse=True))
+        return self.kernel if dlse is None else choose_kernel(self._backend, replace(self._request, dlse=True))
 
     def accumulator(self, shape: Sequence[int], dtype: torch.dtype, start: float) -> Tensor:
         """Memory to merge or add into, filled with `start` unless the first pieces write every row."""
@@ -100,14 +102,14 @@ class PieceLoop:
     def slabs(self) -> Iterator[Slab]:
         """All slabs, in the order of the pieces."""
         plain = self.options._replace(ignored=None)
-        ignored = None if self._ignored is None else Rows(self.plan, self._ignored)
+        ignored = None if self._key_padding_mask is None else Rows(self.plan, self._key_padding_mask)
         for number, piece in enumerate(self.plan.pieces):
             slab = Slab(number, piece, plain)
             if ignored is not None:
-                rows = fold(ignored.box(slab)[:, :, :, :1], offsets_apart=True)[:, 0, :, 0]
+                rows = pack(ignored.box(slab)[:, :, :, :1], offsets_apart=True)[:, 0, :, 0]
                 slab = slab._replace(options=slab.options._replace(ignored=rows))
             if self._dropout is not None:
-                dropout = self._dropout._replace(seed=spread(self._dropout.seed, number))
+                dropout = self._dropout._replace(seed=fold_in(self._dropout.seed, number))
                 slab = slab._replace(options=slab.options._replace(dropout=dropout))
             yield slab
 
@@ -148,7 +150,7 @@ class PieceLoop:
 
     def _launches(self, run: Callable[..., None], *tensors: Tensor) -> bool:
         """Whether a Triton kernel could do it; if not, torch's operations do this and all that follows."""
-        if triton_engine.attempt(run, *tensors):
+        if triton_backend.attempt(run, *tensors):
             return True
         self._merging = None
         return False
@@ -159,12 +161,12 @@ def packs(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def merging(request: Request) -> Any:
+def merging(request: DispatchKey) -> Any:
     """The module of the Triton kernels that merge and add on a GPU, or None where torch's operations do."""
-    if request.hardware.device_type != "cuda" or triton_engine.why_not(replace(request, dropout=False)) or triton_engine.UNBUILT:
+    if request.hardware.device_type != "cuda" or triton_backend.why_not(replace(request, dropout=False)) or triton_backend.UNBUILT:
         return None
     # It imports triton, which is optional, and may be installed without being loadable.
-    if not triton_engine.attempt(import_module, "flexdilated.backends.triton.merging"):
+    if not triton_backend.attempt(import_module, "flexdilated.backends.triton.merging"):
         return None
     from flexdilated.backends.triton import merging as kernels
 

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import Kernel, Options, aligned, bias_of, disabled, unmodified, with_positive_scale
+from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.hardware import SLOW_ON_CPU
 from flexdilated.core.lse import accumulated
-from flexdilated.core.request import Request
 
 aten = torch.ops.aten
 LEAST_CUDNN = 91501  # `check_prefer_cudnn_attention` in torch's sdp_utils.cpp, torch 2.11 to 2.14
 
 
-def why_not(request: Request) -> str | None:
-    """Why this engine cannot run a request, or None."""
+def why_not(request: DispatchKey) -> str | None:
+    """Why this backend cannot run a request, or None."""
     reasons = []
     for kernel in KERNELS:
         reason = kernel.why_not(request)
@@ -59,7 +59,7 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -
     return out.masked_fill(~sees, 0.0), lse.masked_fill(~sees[..., 0], -math.inf)
 
 
-def _cpu_flash_why_not(request: Request) -> str | None:
+def _cpu_flash_why_not(request: DispatchKey) -> str | None:
     if request.hardware.device_type != "cpu":
         return "it runs on CPU only"
     if request.dropout:
@@ -90,7 +90,7 @@ def _cpu_flash_backward(
     return dq, dk, dv
 
 
-def _cuda_why_not(request: Request, level: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> str | None:
+def _cuda_why_not(request: DispatchKey, level: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> str | None:
     hardware = request.hardware
     if hardware.device_type != "cuda" or hardware.capability is None:
         return "it runs on CUDA only"
@@ -103,19 +103,19 @@ def _cuda_why_not(request: Request, level: tuple[int, int], dtypes: tuple[torch.
     return unmodified(request)
 
 
-def _fused_why_not(request: Request, most_head_dim: int, unmasked: str, flag: str) -> str | None:
+def _fused_why_not(request: DispatchKey, most_head_dim: int, unmasked: str, flag: str) -> str | None:
     """For the kernels in half precision alone. A gradient of lse is one more column of their head dim."""
     reason = _cuda_why_not(request, (8, 0), (torch.bfloat16, torch.float16))
     if reason is not None:
         return reason
-    if request.masked:
+    if request.key_padding_mask:
         return unmasked
     if request.head_dim + request.dlse > most_head_dim:
         return f"head_dim must be at most {most_head_dim}, got {request.head_dim + request.dlse}"
     return disabled(flag)
 
 
-def _flash_why_not(request: Request) -> str | None:
+def _flash_why_not(request: DispatchKey) -> str | None:
     return _fused_why_not(request, 256, "it has no key padding mask", "flash_sdp_enabled")
 
 
@@ -150,7 +150,7 @@ def _flash_backward(
     return dq, dk, dv
 
 
-def _cudnn_why_not(request: Request) -> str | None:
+def _cudnn_why_not(request: DispatchKey) -> str | None:
     unmasked = "cuDNN is not used with a key padding mask; the memory-efficient kernel is"
     reason = _fused_why_not(request, 128, unmasked, "cudnn_sdp_enabled")
     if reason is None and torch.are_deterministic_algorithms_enabled():
@@ -194,7 +194,7 @@ def _cudnn_backward(
     return dq, dk, dv
 
 
-def _efficient_why_not(request: Request) -> str | None:
+def _efficient_why_not(request: DispatchKey) -> str | None:
     half = (torch.float16, torch.bfloat16) if request.hardware.has_fast_bfloat16 else (torch.float16,)
     dtypes = (torch.float32, *half)
     return _cuda_why_not(request, (5, 0), dtypes) or disabled("mem_efficient_sdp_enabled")
@@ -242,7 +242,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def preferred(request: Request) -> tuple[Kernel, ...]:
+def preferred(request: DispatchKey) -> tuple[Kernel, ...]:
     """The kernels in order of preference: cuDNN before flash on sm_90 and sm_100 from cuDNN 9.15.1 on, as in torch.
 
     But not for packed documents: the first call of each new shape took 0.4 to 1.1 s longer.

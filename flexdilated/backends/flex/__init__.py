@@ -1,1 +1,1 @@
-"""FlexAttention as an engine: the one guarded call, what a layout costs, and the mixture by it."""
+"""FlexAttention as a backend: the one guarded call, what a layout costs, and the mixture by it."""

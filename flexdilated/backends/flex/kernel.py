@@ -1,4 +1,4 @@
-"""FlexAttention as an engine: where it runs, the guards for what its versions get wrong, and the one call of it."""
+"""FlexAttention as a backend: where it runs, the guards for what its versions get wrong, and the one call of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from flexdilated.backends.flex.tiles import tiles_of
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.core.call import ScoreMod
+from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.hardware import detect
-from flexdilated.core.request import Request
 
 TORCH = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
@@ -65,8 +65,8 @@ def _call_compiled(compiled: Any, *args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs)
 
 
-def why_not(request: Request) -> str | None:
-    """Why this engine cannot run a request, or None."""
+def why_not(request: DispatchKey) -> str | None:
+    """Why this backend cannot run a request, or None."""
     hardware = request.hardware
     if request.dropout:
         return "flex_attention has no dropout; use backend='sdpa'"

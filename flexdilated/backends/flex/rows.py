@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexdilated.backends.flex.backend import run_kernel
 from flexdilated.backends.flex.cost import BLOCK
-from flexdilated.backends.flex.engine import run_kernel
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.core.call import Call
 from flexdilated.core.functorch import in_no_mode
@@ -32,27 +32,27 @@ class Lanes(NamedTuple):
         return self._replace(batch=self.batch[at], heads=self.heads[at], tokens=self.tokens[at])
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, lanes: Lanes, call: Call) -> tuple[Tensor, Tensor]:
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, lanes: Lanes, call: Call) -> tuple[Tensor, Tensor]:
     """Out `(lane, group, row, D)` and lse `(lane, group, row)`.
 
     Args:
         q: `(lane, group, queries, D)`.
         k: `(lane, 1, keys, D)`.
         v: `(lane, 1, keys, D)`.
-        hidden: Keys that are ignored, `(lane, keys)`.
+        ignored: Keys that no query may see, `(lane, keys)`.
         lanes: Where they stand.
         call: Checked.
     """
     outs, lses = [], []
     for first in range(0, q.shape[0], GRID_LIMIT):
         at = slice(first, first + GRID_LIMIT)
-        out, lse = _attend(q[at], k[at], v[at], None if hidden is None else hidden[at], lanes.part(at), call)
+        out, lse = _attend(q[at], k[at], v[at], None if ignored is None else ignored[at], lanes.part(at), call)
         outs.append(out)
         lses.append(lse)
     return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, lanes: Lanes, call: Call) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, lanes: Lanes, call: Call) -> tuple[Tensor, Tensor]:
     device, ahead = q.device, lanes.first_query - lanes.first_key
     is_causal, user_score, user_mask = call.is_causal, call.score_mod, call.mask_mod
     batch_of, head_of, token_of = lanes.batch, lanes.heads, lanes.tokens
@@ -63,8 +63,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, lanes: Lanes
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = kv_idx <= q_idx + behind if is_causal else kv_idx >= 0
-        if hidden is not None:
-            seen = seen & ~hidden[b, kv_idx]
+        if ignored is not None:
+            seen = seen & ~ignored[b, kv_idx]
         if user_mask is not None:
             seen = seen & user_mask(batch_of[b], head_of[b, h], query_token(b, q_idx), key_token(b, kv_idx))
         return seen
@@ -79,7 +79,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, lanes: Lanes
     def key_token(lane: Tensor, row: Tensor) -> Tensor:
         return token_of[lane] + (first_key + row) * stride
 
-    narrows = hidden is not None or user_mask is not None
+    narrows = ignored is not None or user_mask is not None
     kv, queries = _lists(q.shape[2], k.shape[2], ahead if is_causal else None, not narrows, device)
     block_mask = assemble(kv, queries, (q.shape[2], k.shape[2]), (BLOCK, BLOCK), mask_mod)
     out, lse = run_kernel(q, k, v, call, score_mod=None if user_score is None else score_mod, block_mask=block_mask, like="rows")

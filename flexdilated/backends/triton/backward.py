@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from flexdilated.backends.triton.places import (
-    PIECE,
+    PIECE_FIELDS,
     load_described,
     load_rows,
     load_seen,
@@ -117,7 +117,7 @@ def store(GRAD, grad, stored, in_row, ADDS: tl.constexpr):
     tl.store(GRAD, grad.to(GRAD.dtype.element_ty), mask=stored[:, None] & in_row[None, :])
 
 
-@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dk", "dv", "dq"), *ROWS_AND_MASK, *PIECE))
+@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dk", "dv", "dq"), *ROWS_AND_MASK, *PIECE_FIELDS))
 def differentiate_keys(
     Q, K, V, DOUT, ROWS, IGNORED, TABLE, OWNERS, DK, DV, DQ,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
@@ -232,7 +232,7 @@ def queries_tiles(
     return dq
 
 
-@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dq"), *ROWS_AND_MASK, *PIECE))
+@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dq"), *ROWS_AND_MASK, *PIECE_FIELDS))
 def differentiate_queries(
     Q, K, V, DOUT, ROWS, IGNORED, TABLE, OWNERS, DQ,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from flexdilated.backends.triton.places import (
-    PIECE,
+    PIECE_FIELDS,
     load_described,
     load_rows,
     load_seen,
@@ -88,7 +88,7 @@ def merge(OUT, LSE, acc, lse, stored, in_row):
         "lse_head",
         "ignored_batch",
         "ignored_token",
-        *PIECE,
+        *PIECE_FIELDS,
     )
 )
 def attend(

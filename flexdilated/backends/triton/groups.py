@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.triton.tiles import LEAST_DESCRIBED_ROWS
-from flexdilated.core.bounded_cache import PIECE, recent
+from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.pieces import Piece
 
 # Pieces of a branch, for a table that takes the host as long as some launches. One document of a published pattern has fewer.
 LEAST = 8
 
 
-class Group(NamedTuple):
+class PieceGroup(NamedTuple):
     """Pieces of one branch that one launch computes, in any order: their outputs never meet.
 
     `one` of them tells what a kernel is compiled for, which is alike for all. The fields of `each` are those of `one` where it is
@@ -28,14 +28,14 @@ class Group(NamedTuple):
     each: Piece
 
 
-def groups(pieces: tuple[Piece, ...], device: torch.device) -> tuple[Group, ...]:
+def groups(pieces: tuple[Piece, ...], device: torch.device) -> tuple[PieceGroup, ...]:
     """The launches of pieces, branch after branch.
 
     While a CUDA graph is captured each piece has its own: replays would copy a table again from where it was in the host's memory.
     Without a table another kernel runs, so a warm-up launches the shortest piece of each table alone: no capture has to compile.
     """
     stage = graph_stage(device)
-    return tuple(Group(piece, piece) for piece in pieces) if stage == "capture" else _groups(pieces, stage == "warm-up")
+    return tuple(PieceGroup(piece, piece) for piece in pieces) if stage == "capture" else _groups(pieces, stage == "warm-up")
 
 
 def graph_stage(device: torch.device) -> Literal["none", "warm-up", "capture"]:
@@ -48,8 +48,8 @@ def graph_stage(device: torch.device) -> Literal["none", "warm-up", "capture"]:
         return "none" if torch.cuda.current_stream() == torch.cuda.default_stream() else "warm-up"
 
 
-@recent(size=lambda found, pieces, warms: 2 * PIECE * len(pieces))
-def _groups(pieces: tuple[Piece, ...], warms: bool) -> tuple[Group, ...]:
+@recent(size=lambda found, pieces, warms: 2 * PIECE_BYTES * len(pieces))
+def _groups(pieces: tuple[Piece, ...], warms: bool) -> tuple[PieceGroup, ...]:
     launches = together(pieces)
     if warms:
         launches = [part for some in launches for part in (some[-1:], some[:-1]) if part]
@@ -67,11 +67,11 @@ def together(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return found
 
 
-def _group(pieces: list[Piece]) -> Group:
+def _group(pieces: list[Piece]) -> PieceGroup:
     if len(pieces) == 1:
-        return Group(pieces[0], pieces[0])
+        return PieceGroup(pieces[0], pieces[0])
     columns: Any = np.array(pieces, dtype=np.int64).T
-    return Group(pieces[0], Piece(*columns))
+    return PieceGroup(pieces[0], Piece(*columns))
 
 
 def table_of(numbers: Sequence[Any], programs: Any, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flexdilated.backends.kernel import Options, with_positive_scale
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
-from flexdilated.backends.triton.groups import Group, graph_stage, groups, table_of
-from flexdilated.backends.triton.tiles import MOST_SUMMED, ROW_BYTES, Tiles, is_aligned, padded, tiles_of, unmeasured_tiles
+from flexdilated.backends.triton.groups import PieceGroup, graph_stage, groups, table_of
+from flexdilated.backends.triton.tiles import MOST_SUMMED, ROW_BYTES, TileConfig, is_aligned, padded, tiles_of, unmeasured_tiles
 from flexdilated.core.hardware import detect
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pieces import Piece
@@ -26,7 +26,7 @@ from flexdilated.core.pieces import Piece
 LOG2E = math.log2(math.e)
 INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 
-# Whether loops may load rows by tensor descriptors; tiles.py selects them. `benchmarks.gpu` has an engine that turns it off.
+# Whether loops may load rows by tensor descriptors; tiles.py selects them. `benchmarks.gpu` has a backend that turns it off.
 DESCRIBES = True
 # Forms to measure, which no GPU has run: keys and values of the forward by descriptors that the host makes; all gradients by one
 # kernel, dq in sums whose order varies, so not where torch is asked for deterministic algorithms.
@@ -39,7 +39,7 @@ MOST_PLANS, MOST_PIECES = 256, 64
 
 
 class Launch(NamedTuple):
-    """The arguments of a launch except tensors and scales: `numbers` are strides and, without a table, the integers `PIECE`.
+    """The arguments of a launch except tensors and scales: `numbers` are strides and, without a table, the integers `PIECE_FIELDS`.
 
     `hosted`: the piece whose keys and values the host describes.
     """
@@ -49,7 +49,7 @@ class Launch(NamedTuple):
     table: tuple[Sequence[Any], Any] | None  # what `table_of` takes
     numbers: tuple[int, ...]
     constants: dict[str, Any]
-    tiles: Tiles
+    tiles: TileConfig
     hosted: Piece | None = None
 
 
@@ -242,7 +242,9 @@ def _run(
     _launch(planned.kernel, planned.programs, arguments, planned.constants, planned.tiles, on)
 
 
-def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], tiles: Tiles, on: Tensor) -> None:
+def _launch(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], tiles: TileConfig, on: Tensor
+) -> None:
     if programs == 0:
         return
     with on_device(on):
@@ -263,7 +265,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def options_of(tiles: Tiles) -> dict[str, Any]:
+def options_of(tiles: TileConfig) -> dict[str, Any]:
     """What the compiler is asked for beside constants. Newer ones fuse no multiplication with an addition unasked."""
     return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": True}
 
@@ -272,7 +274,9 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _tiles(kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor], group: int, asked: bool) -> Tiles:
+def _tiles(
+    kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor], group: int, asked: bool
+) -> TileConfig:
     if asked:
         return unmeasured_tiles(kernel.__name__, q.shape[-1], q.element_size())
     rows = piece.rows if DESCRIBES and options.ignored is None and all(_describable(x) for x in loaded) else 0
@@ -295,7 +299,7 @@ def _may_host(x: Tensor, piece: Piece) -> bool:
     return (x.shape[0] == 1 or x.stride(0) > 0) and is_even
 
 
-def _described_by_host(x: Tensor, piece: Piece, tiles: Tiles) -> TensorDescriptor:
+def _described_by_host(x: Tensor, piece: Piece, tiles: TileConfig) -> TensorDescriptor:
     """The keys or values of a piece as `(batch x segment, offset, head, row, element)`: hardware takes five dims."""
     batch, token, head = x.stride()[:3]
     segment = piece.segment_stride * token if piece.segments > 1 else batch
@@ -321,7 +325,14 @@ def _queries(piece: Piece, q: Tensor, k: Tensor) -> int:
 
 
 def _over(
-    kernel: Any, piece: Piece, queries: int, tiles: int, lanes: int, strides: tuple[int, ...], constants: dict[str, Any], of: Tiles
+    kernel: Any,
+    piece: Piece,
+    queries: int,
+    tiles: int,
+    lanes: int,
+    strides: tuple[int, ...],
+    constants: dict[str, Any],
+    of: TileConfig,
 ) -> Launch:
     """The launch over a piece, or by a table over many: of a piece of arrays, `_numbers` are columns of that table."""
     numbers, programs = _numbers(piece, queries, tiles), tiles * lanes
@@ -331,7 +342,7 @@ def _over(
 
 
 def _numbers(piece: Piece, queries: int, tiles: int) -> tuple[int, ...]:
-    """The integers `PIECE`."""
+    """The integers `PIECE_FIELDS`."""
     return (
         tiles,
         piece.heads,
@@ -369,7 +380,7 @@ def _mask_strides(options: Options) -> tuple[int, int]:
     return (0, 0) if options.ignored is None else (options.ignored.stride(0), options.ignored.stride(1))
 
 
-def _constants(q: Tensor, k: Tensor, *others: Tensor, group: Group, options: Options, tiles: Tiles) -> dict[str, Any]:
+def _constants(q: Tensor, k: Tensor, *others: Tensor, group: PieceGroup, options: Options, tiles: TileConfig) -> dict[str, Any]:
     """What every launch over a group is compiled for."""
     widest = max(x.stride(1) for x in (q, k, *others))
     precision = "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee"

@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 
 # What a launch says of its piece. Like strides, these integers never choose another compilation.
-PIECE = (
+PIECE_FIELDS = (
     "tiles", "heads", "offsets", "segments", "token", "segment_stride", "head", "offset_head_step", "head_step", "row_stride",
     "queries", "keys", "zero_keys",
 )  # fmt: skip
 # A row of a table of pieces: these, the first of the programs that compute the piece, and how many do.
-COLUMNS = tl.constexpr(len(PIECE) + 2)
+COLUMNS = tl.constexpr(len(PIECE_FIELDS) + 2)
 
 
 def strides(*tensors: str) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def narrow(row, column):
 
 @triton.jit
 def own_piece(TABLE, OWNERS):
-    """In a launch of many pieces: this program's number within its own, and that one's `PIECE`; `OWNERS` has the row of each."""
+    """In a launch of many pieces: this program's number within its own, and that one's fields; `OWNERS` has the row of each."""
     program = tl.program_id(0)
     row = TABLE + tl.load(OWNERS + program) * COLUMNS
     return (

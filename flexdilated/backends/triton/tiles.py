@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flexdilated.core.hardware import family_of
 
 
-class Tiles(NamedTuple):
+class TileConfig(NamedTuple):
     """Queries and keys per tile, warps, number of stages, whether descriptors load tiles, and whether the host makes those."""
 
     queries: int
@@ -25,45 +25,45 @@ class Tiles(NamedTuple):
 # Per kernel and family: for rows of up to 64, 128 and 256 elements. sm_86 stands for what has 99 KiB of shared memory.
 HALF = {
     "attend": {
-        80: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3), Tiles(64, 32, 8, 2)),
-        86: (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
-        90: (Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 3), Tiles(128, 32, 8, 2)),
-        100: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
+        80: (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 3), TileConfig(64, 32, 8, 2)),
+        86: (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 8, 2), TileConfig(64, 32, 8, 2)),
+        90: (TileConfig(64, 64, 4, 3), TileConfig(128, 128, 8, 3), TileConfig(128, 32, 8, 2)),
+        100: (TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 3), TileConfig(64, 64, 8, 2)),
     },
     "differentiate_keys": {
-        80: (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 2)),
-        86: (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 1)),
-        90: (Tiles(32, 64, 4, 3), Tiles(32, 128, 8, 3), Tiles(32, 64, 8, 2)),
-        100: (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
+        80: (TileConfig(64, 64, 8, 2), TileConfig(32, 64, 8, 2), TileConfig(32, 32, 8, 2)),
+        86: (TileConfig(64, 64, 8, 2), TileConfig(32, 64, 8, 2), TileConfig(32, 32, 8, 1)),
+        90: (TileConfig(32, 64, 4, 3), TileConfig(32, 128, 8, 3), TileConfig(32, 64, 8, 2)),
+        100: (TileConfig(64, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(32, 64, 8, 2)),
     },
     "differentiate_queries": {
-        80: (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 2)),
-        86: (Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 1)),
-        90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
-        100: (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
+        80: (TileConfig(64, 64, 8, 2), TileConfig(64, 64, 8, 2), TileConfig(32, 32, 8, 2)),
+        86: (TileConfig(64, 64, 8, 2), TileConfig(64, 32, 8, 2), TileConfig(32, 32, 8, 1)),
+        90: (TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 3), TileConfig(128, 32, 8, 2)),
+        100: (TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 2), TileConfig(64, 32, 8, 2)),
     },
 }
 # Instead, where rows of 128 elements and more are loaded by tensor descriptors; below, pointers are as fast or faster.
-DESCRIBED: dict[str, dict[int, tuple[Tiles | None, ...]]] = {
-    "attend": {90: (None, Tiles(64, 64, 4, 3, described=True), Tiles(128, 32, 8, 2, described=True))},
-    "differentiate_keys": {90: (None, Tiles(64, 64, 4, 2, described=True), None)},
-    "differentiate_queries": {90: (None, Tiles(128, 64, 8, 3, described=True), Tiles(128, 32, 8, 2, described=True))},
+DESCRIBED: dict[str, dict[int, tuple[TileConfig | None, ...]]] = {
+    "attend": {90: (None, TileConfig(64, 64, 4, 3, described=True), TileConfig(128, 32, 8, 2, described=True))},
+    "differentiate_keys": {90: (None, TileConfig(64, 64, 4, 2, described=True), None)},
+    "differentiate_queries": {90: (None, TileConfig(128, 64, 8, 3, described=True), TileConfig(128, 32, 8, 2, described=True))},
 }
 MOST_SUMMED = 128  # head dim of `launch.SUMS`: longer rows spill
 ROW_BYTES = 16  # what one load takes: descriptors want every row to begin at a multiple, and to be one long
 LEAST_DESCRIBED_ROWS = 512  # in a segment, for a program to be worth its descriptors
 # Where `launch.HOSTS` or `launch.SUMS` asks for forms that no GPU has run.
 UNMEASURED = {
-    "attend": (Tiles(64, 128, 4, 2, True, True), Tiles(128, 128, 8, 2, True, True), Tiles(64, 64, 4, 2, True, True)),
-    "differentiate_keys": (Tiles(64, 128, 8, 2, True), Tiles(32, 128, 8, 2, True)),
+    "attend": (TileConfig(64, 128, 4, 2, True, True), TileConfig(128, 128, 8, 2, True, True), TileConfig(64, 64, 4, 2, True, True)),
+    "differentiate_keys": (TileConfig(64, 128, 8, 2, True), TileConfig(32, 128, 8, 2, True)),
 }
 # Without tensor cores: float32 that is not rounded to TensorFloat-32. The same everywhere.
 SINGLE = {
-    "attend": (Tiles(64, 32, 8, 2), Tiles(32, 16, 8, 2), Tiles(16, 32, 8, 1)),
-    "differentiate_keys": (Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 1), Tiles(16, 16, 8, 1)),
-    "differentiate_queries": (Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)),
+    "attend": (TileConfig(64, 32, 8, 2), TileConfig(32, 16, 8, 2), TileConfig(16, 32, 8, 1)),
+    "differentiate_keys": (TileConfig(32, 32, 8, 2), TileConfig(16, 32, 8, 1), TileConfig(16, 16, 8, 1)),
+    "differentiate_queries": (TileConfig(32, 32, 8, 2), TileConfig(32, 16, 8, 1), TileConfig(16, 16, 8, 1)),
 }
-PREPARE = Tiles(64, 64, 4, 1)  # one pass over rows: memory decides
+PREPARE = TileConfig(64, 64, 4, 1)  # one pass over rows: memory decides
 
 
 def padded(head_dim: int) -> int:
@@ -76,7 +76,9 @@ def is_aligned(head_dim: int, element: int) -> bool:
     return head_dim * element % ROW_BYTES == 0
 
 
-def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *, described_rows: int = 0, group: int = 1) -> Tiles:
+def tiles_of(
+    kernel: str, level: tuple[int, int], head_dim: int, element: int, *, described_rows: int = 0, group: int = 1
+) -> TileConfig:
     """The tiles of a kernel: `"attend"`, `"differentiate_keys"`, `"differentiate_queries"`, `"prepare"` or `"join_rows"`.
 
     `described_rows`: rows of a segment, where tensor descriptors can load them. `group`: query heads that share a key head.
@@ -94,7 +96,7 @@ def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *
     return HALF[kernel][family][size] if described is None else described
 
 
-def unmeasured_tiles(kernel: str, head_dim: int, element: int) -> Tiles:
+def unmeasured_tiles(kernel: str, head_dim: int, element: int) -> TileConfig:
     """The tiles of `"attend"` by descriptors of the host, or of `"differentiate_keys"` that adds to dq too."""
     if element > 2:
         return SINGLE[kernel][_size(head_dim)]._replace(described=True, host=kernel == "attend")

@@ -64,14 +64,14 @@ class _RowBytes:
         head_dim: Elements per head.
         itemsize: Bytes of an element of q, k and v.
         batch: Sequences.
-        masked: Whether a key padding mask travels with the keys.
+        key_padding_mask: Whether a key padding mask travels with the keys.
         lse_size: Bytes of an element of lse.
     """
 
     def __init__(
-        self, group: int, *, head_dim: int, itemsize: int, batch: int = 1, masked: bool = False, lse_size: int = 4
+        self, group: int, *, head_dim: int, itemsize: int, batch: int = 1, key_padding_mask: bool = False, lse_size: int = 4
     ) -> None:
-        self.kv = batch * (2 * head_dim + masked) * itemsize
+        self.kv = batch * (2 * head_dim + key_padding_mask) * itemsize
         self.dkv = batch * 2 * head_dim * itemsize
         self.q = batch * group * head_dim * itemsize
         self.out = batch * group * (head_dim * itemsize + lse_size)

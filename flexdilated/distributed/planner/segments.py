@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.core.bounded_cache import DOCUMENT
+from flexdilated.core.bounded_cache import DOCUMENT_BYTES
 from flexdilated.core.pattern import DilatedPattern
 
 Integers = NDArray[np.int64]
@@ -64,7 +64,7 @@ class CutSegments:
     @property
     def nbytes(self) -> int:
         """Bytes of the documents and shards, the largest part of a plan."""
-        return DOCUMENT * (len(self.documents) + self.num_ranks)
+        return DOCUMENT_BYTES * (len(self.documents) + self.num_ranks)
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexdilated.core.bounded_cache import PIECE, recent
+from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.pieces import Piece, branch_order, document_pieces, everything_kept
 from flexdilated.distributed.planner.plan import ContextPlan
 from flexdilated.distributed.planner.segments import Integers, Segments, inside, kept_below
@@ -78,7 +78,7 @@ def _tasks_of_part(plan: ContextPlan, at: Segments, offsets: Integers, low: int,
         )
 
 
-@recent(size=lambda pieces, plan, rank: PIECE * len(pieces) + plan.nbytes)
+@recent(size=lambda pieces, plan, rank: PIECE_BYTES * len(pieces) + plan.nbytes)
 def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
     """What a rank computes of segments that lie inside its shard; tokens are counted from the first of the shard."""
     begin, end = plan.borders[rank], plan.borders[rank + 1]

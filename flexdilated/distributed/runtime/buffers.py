@@ -94,26 +94,26 @@ class Buffers:
 
     def keys(self, ranges: Sequence[RowRange], task: ScheduledTask) -> tuple[Tensor, Tensor, Tensor | None]:
         """k and v of neighbouring ranges, `(b lane) 1 row d`, and which are ignored, `(b lane) row`; ignored ones hold zeros."""
-        ks, vs, ignored = [], [], []
+        ks, vs, masks = [], [], []
         for each in ranges:
             index = each.row_index.read()
             if each.is_local:
                 ks.append(self.k[:, index, task.heads])
                 vs.append(self.v[:, index, task.heads])
                 if self.mask is not None:
-                    ignored.append(self.mask[:, index])
+                    masks.append(self.mask[:, index])
             else:
                 rows = rearrange(self.kv_rows[each.rank][index], "lane row b d -> b lane row d")
                 ks.append(rows[..., : self.head_dim])
                 vs.append(rows[..., self.head_dim : 2 * self.head_dim])
                 if self.mask is not None:
-                    ignored.append(rows[..., -1] != 0)
+                    masks.append(rows[..., -1] != 0)
         k, v = (rearrange(torch.cat(x, dim=2), "b lane row d -> (b lane) 1 row d") for x in (ks, vs))
-        if not ignored:
+        if not masks:
             return k, v, None
-        hidden = rearrange(torch.cat(ignored, dim=2), "b lane row -> (b lane) row")
-        k, v = (x.masked_fill(hidden[:, None, :, None], 0.0) for x in (k, v))
-        return k, v, hidden
+        ignored = rearrange(torch.cat(masks, dim=2), "b lane row -> (b lane) row")
+        k, v = (x.masked_fill(ignored[:, None, :, None], 0.0) for x in (k, v))
+        return k, v, ignored
 
     def unfolded(self, x: Tensor, task: ScheduledTask) -> Tensor:
         """`(b lane) group row ...` as `b lane row group ...`."""

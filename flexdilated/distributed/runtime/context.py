@@ -10,7 +10,7 @@ import torch
 from flexdilated._version import __version__
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.call import documents
-from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.custom_op import Inputs, OpOptions
 from flexdilated.core.lse import accumulated
 from flexdilated.core.tracing import answers_while_traced
 from flexdilated.distributed.consistency import Fields, shown
@@ -23,7 +23,7 @@ PLANNED = ("encoded_pattern", "is_causal", "engine", "first_head", "num_heads") 
 
 
 class RankContext(NamedTuple):
-    """Where a call runs, and how, as plain data that an operator takes beside `Flat`."""
+    """Where a call runs, and how, as plain data that an operator takes beside `OpOptions`."""
 
     group_name: str
     rank: int
@@ -33,20 +33,20 @@ class RankContext(NamedTuple):
     keeps: bool  # whether the forward keeps the rows of other ranks for the backward
     made_by: str  # as `version_and_speeds`
 
-    def plan(self, inputs: Inputs, flat: Flat) -> ContextPlan:
+    def plan(self, inputs: Inputs, op_options: OpOptions) -> ContextPlan:
         """The plan of a call on some tensors."""
         lengths, kv_heads = tuple(int(n) for n in self.shard_lengths), inputs.k.shape[2]
         where = "" if inputs.cu_seqlens is None else f" of all ranks, shard_lengths={shown(lengths)}"
         spans = documents(inputs.cu_seqlens, sum(lengths), where)
-        within = range(flat.first_head, flat.first_head + kv_heads)
+        within = range(op_options.first_head, op_options.first_head + kv_heads)
         return context_plan(
-            flat.pattern,
+            op_options.pattern,
             lengths,
-            flat.num_heads,
+            op_options.num_heads,
             within=within,
             group=inputs.q.shape[2] // kv_heads,
             documents=spans,
-            is_causal=flat.is_causal,
+            is_causal=op_options.is_causal,
         )
 
     def chosen_exchange(self, plan: ContextPlan, inputs: Inputs) -> str:
@@ -55,18 +55,18 @@ class RankContext(NamedTuple):
             return self.exchange
         q = inputs.q
         sizes = {"head_dim": q.shape[3], "itemsize": q.dtype.itemsize, "batch": q.shape[0]}
-        more = {"masked": inputs.key_padding_mask is not None, "lse_size": accumulated(q.dtype).itemsize}
+        more = {"key_padding_mask": inputs.key_padding_mask is not None, "lse_size": accumulated(q.dtype).itemsize}
         return cost_model.choose(plan, speeds=cost_model.speeds_of_environment(), **sizes, **more)
 
-    def fields(self, plan: ContextPlan, inputs: Inputs, flat: Flat, **functions: bool) -> Fields:
+    def fields(self, plan: ContextPlan, inputs: Inputs, op_options: OpOptions, **functions: bool) -> Fields:
         """What ranks compare; `functions`: which there are, since they cannot be compared."""
-        q, no_functions = inputs.q, {"score_mod": False, "mask_mod": False, "score_mod_learns": False, "flex": False}
+        q, no_functions = inputs.q, {"score_mod": False, "mask_mod": False, "score_mod_requires_grad": False, "flex": False}
         options = {
             "dtype": str(q.dtype),
             "batch": q.shape[0],
             "head_dim": q.shape[3],
-            **{name: value for name, value in flat._asdict().items() if name not in PLANNED},
-            "masked": inputs.key_padding_mask is not None,
+            **{name: value for name, value in op_options._asdict().items() if name not in PLANNED},
+            "key_padding_mask": inputs.key_padding_mask is not None,
             "exchange": self.exchange,
             "differentiable": self.differentiable,
             "speeds": cost_model.speeds_of_environment() if self.exchange == "auto" else None,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.autograd import functions
-from flexdilated.backends.autograd.combine import Part, Scattered, mix
-from flexdilated.backends.flex import engine as flex
+from flexdilated.backends.autograd.combine import PartialOutput, Scattered, mix
+from flexdilated.backends.flex import backend as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
-from flexdilated.backends.kernel import draws_of_its_own, spread
+from flexdilated.backends.kernel import draws_of_its_own, fold_in
 from flexdilated.core.call import Call
 from flexdilated.core.checks import call_mod, first_pair, refuse_zero_keys
 from flexdilated.core.custom_op import GRADIENT_MESSAGE, Inputs
@@ -52,7 +52,7 @@ def refuse_zero_padding(plan: ContextPlan) -> None:
             refuse_zero_keys(plan.num_tokens)
 
 
-def attend(
+def attend_modified(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -82,17 +82,17 @@ def attend(
     bare = fetched.without_tokens()
     waits: list[Callable[[], None]] = []
     q, k, v, received, token = _Fetch.apply(q, k, v, fetched, bare, transport, waits)
-    if call.learns and call.score_mod is not None:
+    if call.score_mod_requires_grad and call.score_mod is not None:
         # Outputs then have a backward on every rank, also on one that computes none for others.
         first = call_mod("score_mod", call.score_mod, *first_pair(q))
         token = token + first.flatten()[:0].to(token.dtype) if first.requires_grad else token
     attend_piece = flex.attend_piece if call.backend == "flex" else functions.attend_piece
-    own_seed = None if seed is None else spread(seed, ((rank + 1) << 40) + plan.within.start)
+    own_seed = None if seed is None else fold_in(seed, ((rank + 1) << 40) + plan.within.start)
     with draws_of_its_own(own_seed, q.device), without_autocast(q.device):
         if mask is not None:
             # What ignored keys and values hold must not matter, and 0 times NaN would.
             k, v = (x.masked_fill(mask[:, :, None, None], 0.0) for x in (k, v))
-        layers: list[list[Part]] = [
+        layers: list[list[PartialOutput]] = [
             [(piece, *attend_piece(q, k, v, mask, plan.borders[rank], piece=piece, call=call))]
             for piece in local_pieces(plan, rank)
         ]
@@ -115,10 +115,10 @@ def attend(
     return tied
 
 
-def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[Part]], list[list[Part]]]:
+def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[PartialOutput]], list[list[PartialOutput]]]:
     """Per branch, the outputs of tasks: those of this shard, and those that are sent to other ranks."""
-    local: list[list[Part]] = [[] for _ in call.pattern.branches]
-    sent: list[list[Part]] = [[] for _ in call.pattern.branches]
+    local: list[list[PartialOutput]] = [[] for _ in call.pattern.branches]
+    sent: list[list[PartialOutput]] = [[] for _ in call.pattern.branches]
     for task in buffers.schedule.tasks:
         out, lse = _attend_task(buffers, task, call)
         for each in task.queries:
@@ -136,7 +136,7 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
     """Out `(B, lane, row, group, D)` and lse `(B, lane, row, group)` of a task's queries."""
     task, batch, group, device = scheduled.task, buffers.batch, buffers.group, buffers.q.device
     q = buffers.rows_of(scheduled, buffers.q, buffers.q_rows)
-    k, v, hidden = buffers.keys(scheduled.keys, scheduled)
+    k, v, ignored = buffers.keys(scheduled.keys, scheduled)
     lanes = len(task.heads)
     if call.backend == "flex":
         places = Lanes(
@@ -147,16 +147,16 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
             task.queries[0],
             scheduled.keys[0].first,
         )
-        out, lse = flex.with_zero_keys(*attend_rows(q, k, v, hidden, places, call), task.zero_keys)
+        out, lse = flex.with_zero_keys(*attend_rows(q, k, v, ignored, places, call), task.zero_keys)
         return buffers.unfolded(out, scheduled), buffers.unfolded(lse, scheduled)
     q, k, v = (x.unflatten(0, (batch, lanes)) for x in (q, k, v))  # b lane group row d
-    hidden = None if hidden is None else hidden.view(batch, lanes, 1, 1, -1)
+    ignored = None if ignored is None else ignored.view(batch, lanes, 1, 1, -1)
     b = torch.arange(batch, device=device)[:, None, None, None, None]
     h = (scheduled.heads.long() * group + torch.arange(group, device=device))[None, :, :, None, None]
     first = torch.as_tensor(task.tokens, device=device)[None, :, None, None, None]
     q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
     kv_idx = first + task.stride * torch.arange(scheduled.keys[0].first, scheduled.keys[-1].end, device=device)
-    out, lse = functions.attend_lanes(q, k, v, hidden=hidden, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, call=call)
+    out, lse = functions.attend_lanes(q, k, v, ignored=ignored, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, call=call)
     return out.transpose(2, 3), lse.transpose(2, 3)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.dense.piece_loop import PieceLoop
-from flexdilated.backends.kernel import Dropout, Options, spread
-from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.backends.kernel import Dropout, Options, fold_in
+from flexdilated.core.custom_op import Inputs, OpOptions
 from flexdilated.core.lse import add_zero_keys_, for_backward, merge_
 from flexdilated.distributed.planner.plan import ContextPlan
 from flexdilated.distributed.planner.tasks import local_pieces
@@ -53,20 +53,20 @@ class TaskAttention:
 
     Args:
         inputs: Tensors of this rank's shard.
-        flat: Options of the call.
+        op_options: Options of the call.
         plan: The plan of the call.
         exchange: One of `EXCHANGES`.
         rank: This rank.
     """
 
-    def __init__(self, inputs: Inputs, *, flat: Flat, plan: ContextPlan, exchange: str, rank: int) -> None:
-        self.inputs, self.flat, self.plan, self.rank, self.is_ring = inputs, flat, plan, rank, exchange == "ring"
+    def __init__(self, inputs: Inputs, *, op_options: OpOptions, plan: ContextPlan, exchange: str, rank: int) -> None:
+        self.inputs, self.op_options, self.plan, self.rank, self.is_ring = inputs, op_options, plan, rank, exchange == "ring"
         self.schedule = schedule(plan, exchange, rank, inputs.q.device)
         self.buffers = Buffers(inputs, self.schedule, keeps=not self.is_ring)
         self._seed = None
         if inputs.seed is not None:  # another one for each rank and part of the heads
-            self._seed = spread(int(inputs.seed.item()), ((rank + 1) << 40) + (plan.within.start << 24))
-        self.loop = PieceLoop(inputs, flat, local_pieces(plan, rank), self._seed)
+            self._seed = fold_in(int(inputs.seed.item()), ((rank + 1) << 40) + (plan.within.start << 24))
+        self.loop = PieceLoop(inputs, op_options, local_pieces(plan, rank), self._seed)
 
     def empty_partials(self) -> list[tuple[Tensor, Tensor]]:
         """Per task, `(out, lse)` before any key: `(b lane) group row d` and `(b lane) group row`."""
@@ -125,8 +125,10 @@ class TaskAttention:
         first, origin = keys[0].first, task.task.queries[0]
         for place, (rows, of, is_causal) in enumerate(_blocks(task.task.queries, (first, keys[-1].end), self.plan.is_causal)):
             rows, columns = slice(rows.start - origin, rows.stop - origin), slice(of.start - first, of.stop - first)
-            options = Options(is_causal=is_causal, scale=self.flat.scale, ignored=None if ignored is None else ignored[:, columns])
+            options = Options(
+                is_causal=is_causal, scale=self.op_options.scale, ignored=None if ignored is None else ignored[:, columns]
+            )
             if self._seed is not None:
                 ordinal = 1 + ((number * self.plan.num_ranks + keys[0].rank) * 4 + place)
-                options = options._replace(dropout=Dropout(self.flat.dropout_p, spread(self._seed, -ordinal)))
+                options = options._replace(dropout=Dropout(self.op_options.dropout_p, fold_in(self._seed, -ordinal)))
             yield rows, columns, k[:, :, columns], v[:, :, columns], options

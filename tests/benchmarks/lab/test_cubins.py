@@ -47,7 +47,7 @@ def test_nothing_kept_is_at_fault() -> None:
 
 def test_faults_are_named() -> None:
     config = cubins.Config("attend", 90, 64, "bf16", "causal")
-    cost = cubins.Cost(cubins.Tiles(128, 64, 8, 3), 255, 7, 0, 1 << 20, 1024, "HMMA", 2, 1)
+    cost = cubins.Cost(cubins.TileConfig(128, 64, 8, 3), 255, 7, 0, 1 << 20, 1024, "HMMA", 2, 1)
     said = " ".join(cubins.faults(config, cost, 6))
     assert "takes 1048576 bytes of shared memory, more than 232448" in said
     assert "takes 1024 columns of tensor memory, more than 512" in said

@@ -1,4 +1,4 @@
-"""The kept costs of FlexAttention's kernels: of the tiles that the engine passes, spilling little, and as the page shows them."""
+"""The kept costs of FlexAttention's kernels: of the tiles that the backend passes, spilling little, and as the page shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of bytes and launches against the engines themselves, run on tensors without memory, and against the definition."""
+"""The model of bytes and launches against the backends themselves, run on tensors without memory, and against the definition."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import flexdilated.backends.dense.piece_loop
-import flexdilated.backends.flex.engine
-from benchmarks.lab.roofline import DEVICES, ENGINES, Work, seconds, useful_flops, work
+import flexdilated.backends.flex.backend
+from benchmarks.lab.roofline import BACKENDS, DEVICES, Work, seconds, useful_flops, work
 from benchmarks.lab.traffic import Step
 from flexdilated import DilatedPattern
 from flexdilated.backends.dense import flash, sdpa
@@ -26,13 +26,13 @@ from flexdilated.backends.flex.cost import Shape
 from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.triton.groups import together
 from flexdilated.core.call import Call
-from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.custom_op import Inputs, OpOptions
 from flexdilated.core.pieces import plan_pieces
 from tests.cases import least_heads, patterns
 
 pytestmark = pytest.mark.lab
 
-ENGINE = {engine.name: engine for engine in ENGINES}
+BACKEND = {backend.name: backend for backend in BACKENDS}
 LIBRARIES = {"sdpa flash": "flash", "sdpa cudnn": "cudnn", "sdpa efficient": "efficient"}
 LIBRARIES |= {"flash, version 2": "flash_attn", "flash, version 4": "flash_attn_4"}
 KERNEL = {kernel.name: kernel for kernel in (*sdpa.KERNELS, *flash.KERNELS)}
@@ -146,19 +146,19 @@ class Merging(NamedTuple):
 
 @pytest.mark.slow
 @settings(max_examples=40)
-@pytest.mark.parametrize("engine", LIBRARIES)
+@pytest.mark.parametrize("backend", LIBRARIES)
 @given(drawn=shapes())
-def test_library_engines_move_and_launch_what_is_counted(engine: str, drawn: tuple[DilatedPattern, Shape]) -> None:
+def test_library_backends_move_and_launch_what_is_counted(backend: str, drawn: tuple[DilatedPattern, Shape]) -> None:
     pattern, shape = drawn
     q, k, v = tensors(shape)
-    flat = Flat(*Call(pattern, shape.is_causal, 1.0, backend="sdpa", num_heads=shape.num_kv_heads).flat())
+    op_options = OpOptions(*Call(pattern, shape.is_causal, 1.0, backend="sdpa", num_heads=shape.num_kv_heads).op_options())
     pieces = plan_pieces(pattern, ((0, shape.num_tokens),), shape.num_kv_heads, shape.is_causal)
     found = []
     for counter in (Counter(), Counter()):
-        kernel = kernel_that_counts(LIBRARIES[engine], counter)
+        kernel = kernel_that_counts(LIBRARIES[backend], counter)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flexdilated.backends.dense.piece_loop, "choose_kernel", lambda engine, request, kernel=kernel: kernel)
-            loop = PieceLoop(Inputs(q, k, v, None, None, None), flat, pieces, None)
+            patch.setattr(flexdilated.backends.dense.piece_loop, "choose_kernel", lambda backend, request, kernel=kernel: kernel)
+            loop = PieceLoop(Inputs(q, k, v, None, None, None), op_options, pieces, None)
         loop._merging = Merging(counter)  # type: ignore[misc]
         with counter:
             if not found:
@@ -166,7 +166,7 @@ def test_library_engines_move_and_launch_what_is_counted(engine: str, drawn: tup
             else:
                 backward(torch.empty_like(q), None, q, k, v, out, lse, loop)
         found.append((counter.launches, counter.bytes))
-    expected = work(ENGINE[engine], pattern, shape)
+    expected = work(BACKEND[backend], pattern, shape)
     assert found == [counted(expected[0]), counted(expected[1])]
 
 
@@ -203,14 +203,14 @@ def test_flex_moves_and_launches_what_is_counted(layout: str, drawn: tuple[Dilat
     counter = Counter()
     BACKWARD.launches = BACKWARD.bytes = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flexdilated.backends.flex.engine.kernel, "call", lambda q, k, v, **_: Attention.apply(counter, q, k, v))
-        patch.setattr(flexdilated.backends.flex.engine, "block_mask_for", lambda *args, **options: None)
-        patch.setattr(flexdilated.backends.flex.engine, "_layout", lambda *args: layout)
+        patch.setattr(flexdilated.backends.flex.backend.kernel, "call", lambda q, k, v, **_: Attention.apply(counter, q, k, v))
+        patch.setattr(flexdilated.backends.flex.backend, "block_mask_for", lambda *args, **options: None)
+        patch.setattr(flexdilated.backends.flex.backend, "_layout", lambda *args: layout)
         with counter:
-            out, _ = flexdilated.backends.flex.engine.attend(q, k, v, Call(pattern, shape.is_causal, 1.0, return_lse=True))
+            out, _ = flexdilated.backends.flex.backend.attend_flex(q, k, v, Call(pattern, shape.is_causal, 1.0, return_lse=True))
         with BACKWARD:
             torch.autograd.grad(out, (q, k, v), torch.empty_like(q))
-    forward, backward = work(ENGINE[f"flex {layout}"], pattern, shape)
+    forward, backward = work(BACKEND[f"flex {layout}"], pattern, shape)
     assert (counter.launches, counter.bytes) == counted(forward)
     assert (BACKWARD.launches, BACKWARD.bytes) == counted(backward)
 
@@ -239,7 +239,7 @@ def test_the_kernel_in_place_moves_each_kept_row_once_per_branch(drawn: tuple[Di
         pairs += found * group * shape.batch
         q, k, lse = (shape.batch * len(rows) * size for size in (group * width, width, group * 4))
         expected += q + 2 * k + (1 if i == whole else 2) * (q + lse)  # out and lse are read and written, the first time written
-    forward, backward = work(ENGINE["triton"], pattern, shape)
+    forward, backward = work(BACKEND["triton"], pattern, shape)
     starts = shape.batch * shape.num_tokens * shape.num_heads * (width + 4)
     assert forward.bytes == expected + (starts if whole is None else 0)
     assert forward.flops == 4 * shape.head_dim * pairs == useful_flops(pattern, shape)[0]
@@ -260,4 +260,4 @@ def test_a_bound_is_the_slower_of_products_and_memory_launch_by_launch() -> None
 
 def test_patterns_with_torchscale_s_rules_are_refused() -> None:
     with pytest.raises(ValueError, match=r"pattern must have zero_padding=False and detach_weights=False to be modelled, got True"):
-        work(ENGINE["triton"], DilatedPattern.gigapath(), Shape(1, 64, 16, 16, 64, 2, False))
+        work(BACKEND["triton"], DilatedPattern.gigapath(), Shape(1, 64, 16, 16, 64, 2, False))

@@ -1,4 +1,4 @@
-"""The engines that compute whole sequences, `attend(q, k, v, call)` each, and the choice of one for a call."""
+"""The backends that compute whole sequences, each a function of `(q, k, v, call)`, and the choice of one for a call."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from flexdilated import reference
 from flexdilated.backends import choose
 from flexdilated.backends.autograd import functions, portable
 from flexdilated.backends.dense import fused_op
-from flexdilated.backends.flex import engine as flex
+from flexdilated.backends.flex import backend as flex
 from flexdilated.core import shifted
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.functorch import is_differentiated, is_mapped
 from flexdilated.core.tracing import writes_onnx
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a checked call."""
-    traced, request = torch.compiler.is_compiling(), call.request(q, k, v)
+    traced, request = torch.compiler.is_compiling(), call.dispatch_key(q, k, v)
     divided = call.part_of_heads(k.shape[2]) is not None
     asked, call = call.backend, call._replace(backend=choose(call.backend, request, divided=divided))
     if call.backend == "reference":
         return _reference(q, k, v, call)
     if call.pattern.zero_padding and not writes_onnx() and shifted.is_shifted(q.shape[1], call):
-        return shifted.attend(q, k, v, call._replace(backend=asked), attend)
+        return shifted.attend_shifted(q, k, v, call._replace(backend=asked), attend_whole)
     if call.backend == "flex" and asked == "auto" and call.is_modified():
         return _functions(q, k, v, call)
     if call.backend == "flex" and not writes_onnx():
-        return flex.attend(q, k, v, call)
+        return flex.attend_flex(q, k, v, call)
     if call.is_modified() or (request.transformed and not traced and not _is_by_sample(q, k, v, call)):
-        return functions.attend(q, k, v, call)
-    return portable.attend(q, k, v, call) if writes_onnx() else fused_op.attend(q, k, v, call)
+        return functions.attend_by_operations(q, k, v, call)
+    return portable.attend_portable(q, k, v, call) if writes_onnx() else fused_op.attend_fused(q, k, v, call)
 
 
 def _is_by_sample(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
@@ -44,15 +44,15 @@ def _functions(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
     planned = call.cu_seqlens is not None and torch.compiler.is_compiling()  # by values that a graph has not
     if not planned and not writes_onnx():
         try:
-            return flex.attend(q, k, v, call)
+            return flex.attend_flex(q, k, v, call)
         except NotImplementedError:
             if torch.compiler.is_compiling():
                 raise
-    return functions.attend(q, k, v, call)
+    return functions.attend_by_operations(q, k, v, call)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """The definition, in the dtypes of the other engines."""
+    """The definition, in the dtypes of the other backends."""
     refuse_compiled_borders(call, "backend='reference'")
     documents(call.cu_seqlens, q.shape[1])  # refuses borders that do not tile the tokens
     out, lse = reference.dilated_attention(

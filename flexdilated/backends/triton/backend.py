@@ -1,4 +1,4 @@
-"""Our own kernels as an engine: where they run, and their place among the other kernels. Triton is imported when they run."""
+"""Our own kernels as a backend: where they run, and their place among the other kernels. Triton is imported when they run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 
 from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.triton.tiles import ROW_BYTES, is_aligned
+from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.hardware import ON_ROCM
-from flexdilated.core.request import Request
 
 LEAST_VERSION = (3, 5)  # of torch 2.9
 LEAST_LEVEL = (8, 0)
@@ -54,8 +54,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "tr
 INTERPRETED_DTYPES = (torch.float32, torch.float16)  # it multiplies bfloat16 as the integers of its bits
 
 
-def why_not(request: Request) -> str | None:
-    """Why this engine cannot run a request, or None. What no installation would change comes first."""
+def why_not(request: DispatchKey) -> str | None:
+    """Why this backend cannot run a request, or None. What no installation would change comes first."""
     reason = _device_why_not(request)
     if reason is not None:
         return reason
@@ -73,8 +73,8 @@ def why_not(request: Request) -> str | None:
     return None
 
 
-def why_not_unasked(request: Request) -> str | None:
-    """Why `backend="auto"` leaves this engine out where it can run a request, or None."""
+def why_not_unasked(request: DispatchKey) -> str | None:
+    """Why `backend="auto"` leaves this backend out where it can run a request, or None."""
     if UNBUILT is not None:
         return UNBUILT
     if not is_aligned(request.head_dim, request.dtype.itemsize):
@@ -95,7 +95,7 @@ UNBUILT = _unbuilt() if sys.platform == "linux" else None  # asked once; on Wind
 
 
 def attempt(run: Callable[..., object], *arguments: Any) -> bool:
-    """Whether triton could compile, load and launch what another engine can do without.
+    """Whether triton could compile, load and launch what another backend can do without.
 
     Where it cannot, nothing was launched: warn, and do not try this again in this process.
     """
@@ -113,7 +113,7 @@ def attempt(run: Callable[..., object], *arguments: Any) -> bool:
     return True
 
 
-def _device_why_not(request: Request) -> str | None:
+def _device_why_not(request: DispatchKey) -> str | None:
     hardware, dtype = request.hardware, str(request.dtype).removeprefix("torch.")
     if hardware.device_type == "cpu" and INTERPRETED:
         if request.dtype not in INTERPRETED_DTYPES:

@@ -1,4 +1,4 @@
-"""What a call asks of an engine, as plain data."""
+"""What a call asks of a backend, as plain data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flexdilated.core.hardware import Hardware, detect
 
 
 @dataclass(frozen=True)
-class Request:
-    """One attention call, by everything that an engine's choice depends on.
+class DispatchKey:
+    """One attention call, by everything that a backend's choice depends on.
 
-    A kernel of that engine is chosen when its operator runs. It is asked by what tensors tell, of which `of` makes the same record
+    A kernel of that backend is chosen when its operator runs. It is asked by what tensors tell, of which `of` makes the same record
     again. What the caller wants is no argument of operators: a graph would then hold for one grad mode alone.
     """
 
@@ -22,7 +22,7 @@ class Request:
     dtype: torch.dtype  # of q, k and v
     head_dim: int
     group: int = 1  # query heads per key/value head
-    masked: bool = False  # by a key padding mask
+    key_padding_mask: bool = False
     dropout: bool = False
     packed: bool = False  # documents, whose lengths change from call to call
     num_tokens: int = 0  # per sequence, or of all packed documents
@@ -37,14 +37,14 @@ class Request:
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, dropout_p: float, **wanted: bool
-    ) -> Request:
+    ) -> DispatchKey:
         """What a call with queries `(B, N, H, D)` and keys `(B, N, Hkv, D)` asks; `wanted`: what the caller wants."""
         return cls(
             detect(q.device),
             q.dtype,
             head_dim=q.shape[3],
             group=q.shape[2] // k.shape[2],
-            masked=key_padding_mask is not None,
+            key_padding_mask=key_padding_mask is not None,
             dropout=dropout_p > 0.0,
             packed=cu_seqlens is not None,
             num_tokens=q.shape[1],

@@ -1,8 +1,8 @@
-"""Measure every engine on a GPU beside dense flash attention of the same run (`benchmarks/gpu.py` is the command).
+"""Measure every backend on a GPU beside dense flash attention of the same run (`benchmarks/gpu.py` is the command).
 
 Useful TFLOP/s forward and backward, time and peak memory, from 8k to 1M tokens in bfloat16. Useful work is that of the pattern's
-own pairs, `4 D` floating-point operations each forward and 2.5 times that backward, whatever an engine computes beside them.
-GigaPath's branches are taken without torchscale's zero keys and constant weights, so that all engines compute the same.
+own pairs, `4 D` floating-point operations each forward and 2.5 times that backward, whatever a backend computes beside them.
+GigaPath's branches are taken without torchscale's zero keys and constant weights, so that all backends compute the same.
 
 The most informative settings come first; what the time does not suffice for is listed as such. The JSON is complete after every
 measurement.
@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import flexdilated.backends.flex.engine
+import flexdilated.backends.flex.backend
 from benchmarks.attention import SMALL_LONGNET, Inputs, Results, assert_rows_match_definition
 from benchmarks.environment import provenance, save
 from flexdilated import DilatedPattern, dilated_attention
@@ -62,7 +62,7 @@ Forward = Callable[..., Any]  # of inputs, a pattern, is_causal and options of `
 
 @dataclass(frozen=True)
 class Setting:
-    """One cell of the table, but for the engine."""
+    """One cell of the table, but for the backend."""
 
     pattern: str
     is_causal: bool
@@ -123,10 +123,10 @@ QUICK = Sizes(
 )
 
 
-# -- engines --------------------------------------------------------------------------------------------------------------------
+# -- backends --------------------------------------------------------------------------------------------------------------------
 
 
-class Engine(NamedTuple):
+class Backend(NamedTuple):
     """`forward` is differentiable where `why_no_training` says nothing to the contrary; both directions run inside `around`."""
 
     name: str
@@ -137,8 +137,8 @@ class Engine(NamedTuple):
 
 
 def dilated(x: Inputs, pattern: DilatedPattern, is_causal: bool, *, backend: str, layout: str | None = None, **options: Any) -> Any:
-    """`dilated_attention` by one engine, in one of flex's layouts."""
-    forced = mock.patch.object(flexdilated.backends.flex.engine, "choose_layout", return_value=layout) if layout else nullcontext()
+    """`dilated_attention` by one backend, in one of flex's layouts."""
+    forced = mock.patch.object(flexdilated.backends.flex.backend, "choose_layout", return_value=layout) if layout else nullcontext()
     with forced:
         return dilated_attention(x.q, x.k, x.v, pattern, is_causal=is_causal, backend=backend, **options)
 
@@ -192,22 +192,22 @@ def _natten_why_not(pattern: DilatedPattern, device: str) -> str | None:
     return None
 
 
-ENGINES = (
-    Engine("sdpa", partial(dilated, backend="sdpa"), lambda pattern, device: None),
-    Engine("sdpa_cudnn", partial(dilated, backend="sdpa"), _needs_cuda, around=partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
-    Engine("sdpa_flash", partial(dilated, backend="sdpa"), _needs_cuda, around=partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
-    Engine(
+BACKENDS = (
+    Backend("sdpa", partial(dilated, backend="sdpa"), lambda pattern, device: None),
+    Backend("sdpa_cudnn", partial(dilated, backend="sdpa"), _needs_cuda, around=partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
+    Backend("sdpa_flash", partial(dilated, backend="sdpa"), _needs_cuda, around=partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
+    Backend(
         "sdpa_efficient", partial(dilated, backend="sdpa"), _needs_cuda, around=partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION)
     ),
-    Engine("triton", partial(dilated, backend="triton"), _needs_cuda),
-    Engine("triton_pointers", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "DESCRIBES", False)),
-    Engine("triton_host", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "HOSTS", True)),
-    Engine("triton_sums", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "SUMS", True)),
-    Engine("flex_packed", partial(dilated, backend="flex", layout="packed"), _packed_why_not, _flex_why_no_training),
-    Engine("flex_packed_flash", partial(dilated, backend="flex", layout="packed"), _flex_flash_why_not, around=_flex_flash),
-    Engine("flex_fused", partial(dilated, backend="flex", layout="fused"), lambda pattern, device: None, _flex_why_no_training),
-    Engine("flash", partial(dilated, backend="flash"), _needs_cuda),
-    Engine("natten", neighbourhood, _natten_why_not),
+    Backend("triton", partial(dilated, backend="triton"), _needs_cuda),
+    Backend("triton_pointers", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "DESCRIBES", False)),
+    Backend("triton_host", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "HOSTS", True)),
+    Backend("triton_sums", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "SUMS", True)),
+    Backend("flex_packed", partial(dilated, backend="flex", layout="packed"), _packed_why_not, _flex_why_no_training),
+    Backend("flex_packed_flash", partial(dilated, backend="flex", layout="packed"), _flex_flash_why_not, around=_flex_flash),
+    Backend("flex_fused", partial(dilated, backend="flex", layout="fused"), lambda pattern, device: None, _flex_why_no_training),
+    Backend("flash", partial(dilated, backend="flash"), _needs_cuda),
+    Backend("natten", neighbourhood, _natten_why_not),
 )
 
 
@@ -330,8 +330,8 @@ def random_sets(device: Device, setting: Setting) -> list[Inputs]:
     return [Inputs(*(torch.randn(shape, dtype=DTYPE, device=device.name) for shape in shapes)) for _ in range(copies)]
 
 
-def measure(device: Device, engine: Engine, pattern: DilatedPattern, setting: Setting, found: dict[str, Any]) -> None:
-    """Put times, rates and memory of one engine in `found`, once some rows of its results have been compared with the definition.
+def measure(device: Device, backend: Backend, pattern: DilatedPattern, setting: Setting, found: dict[str, Any]) -> None:
+    """Put times, rates and memory of one backend in `found`, once some rows of its results have been compared with the definition.
 
     What was found before an error stays found: a forward whose backward runs out of memory.
     """
@@ -339,7 +339,7 @@ def measure(device: Device, engine: Engine, pattern: DilatedPattern, setting: Se
     rotation = itertools.cycle(sets)
     # On the CPU: borders on a device are waited for.
     options = {} if setting.documents == 1 else {"cu_seqlens": torch.tensor(setting.borders(), dtype=torch.int32)}
-    forward = partial(engine.forward, pattern=pattern, is_causal=setting.is_causal, **options)
+    forward = partial(backend.forward, pattern=pattern, is_causal=setting.is_causal, **options)
     compare = partial(assert_rows_match_definition, sets[0], pattern, is_causal=setting.is_causal, count=CHECKED_ROWS, **options)
     flops = useful_flops(pattern, setting)
     given, result = sum(x.nbytes for x in sets[0][:3]), sets[0].q.nbytes
@@ -364,7 +364,7 @@ def measure(device: Device, engine: Engine, pattern: DilatedPattern, setting: Se
     (found["forward_ms"],) = device.milliseconds(infer)
     found["forward_tflops"] = flops["forward"] / found["forward_ms"] / 1e9
 
-    reason = engine.why_no_training(device.name)
+    reason = backend.why_no_training(device.name)
     if reason is not None:
         found["no_training"] = reason
         return
@@ -393,7 +393,7 @@ def measure(device: Device, engine: Engine, pattern: DilatedPattern, setting: Se
     found["backward_tflops"] = flops["backward"] / found["backward_ms"] / 1e9
 
 
-def dense(kernel: SDPBackend) -> Engine:
+def dense(kernel: SDPBackend) -> Backend:
     """Dense attention by one of torch's kernels, in its own layout, so that it pays for no transpose; documents one by one."""
 
     def forward(x: Inputs, pattern: DilatedPattern, is_causal: bool, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -406,10 +406,10 @@ def dense(kernel: SDPBackend) -> Engine:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] > k.shape[1])
         return out.transpose(1, 2)
 
-    return Engine(f"dense {kernel.name.lower()}", forward, lambda pattern, device: None)
+    return Backend(f"dense {kernel.name.lower()}", forward, lambda pattern, device: None)
 
 
-def dense_flash_4() -> Engine:
+def dense_flash_4() -> Backend:
     """Dense attention by the package flash-attn-4."""
 
     def forward(x: Inputs, pattern: DilatedPattern, is_causal: bool, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -429,13 +429,13 @@ def dense_flash_4() -> Engine:
             return "flash-attn-4 is not installed"
         return _needs_cuda(pattern, device)
 
-    return Engine("dense flash-attn-4", forward, why_not)
+    return Backend("dense flash-attn-4", forward, why_not)
 
 
-def attempt(device: Device, engine: Engine, pattern: DilatedPattern, setting: Setting) -> dict[str, Any]:
+def attempt(device: Device, backend: Backend, pattern: DilatedPattern, setting: Setting) -> dict[str, Any]:
     """A measurement, or why there is none."""
-    reason = engine.why_not(pattern, device.name)
-    if reason is None and engine.name == "flex_fused":
+    reason = backend.why_not(pattern, device.name)
+    if reason is None and backend.name == "flex_fused":
         heads = (setting.num_heads, setting.num_heads // setting.group)
         shape = Shape(setting.batch, setting.num_tokens, *heads, setting.head_dim, DTYPE.itemsize, setting.is_causal)
         seconds = fused_cost(pattern, shape).picoseconds(setting.head_dim) / 1e12
@@ -444,13 +444,13 @@ def attempt(device: Device, engine: Engine, pattern: DilatedPattern, setting: Se
         return {"status": "skipped", "reason": reason}
     found: dict[str, Any] = {"status": "measured"}
     try:
-        with engine.around():
-            measure(device, engine, pattern, setting, found)
+        with backend.around():
+            measure(device, backend, pattern, setting, found)
     except torch.OutOfMemoryError as error:
         found |= {"status": "out of memory", "reason": str(error).partition("\n")[0]}
     except AssertionError as error:
         found |= {"status": "wrong result", "reason": str(error)[:400]}
-    except NotImplementedError as error:  # an engine that says so itself: cuDNN's head dims
+    except NotImplementedError as error:  # a backend that says so itself: cuDNN's head dims
         found |= {"status": "skipped", "reason": str(error)[:400]}
     except Exception as error:  # a kernel that does not compile or run must not end the others
         missing = "No available kernel" in str(error)  # what torch says of a kernel that takes no such call
@@ -478,12 +478,12 @@ class Run:
             "unmeasured": [],
         }
 
-    def has_time_for(self, engine: str, pattern: str) -> bool:
+    def has_time_for(self, backend: str, pattern: str) -> bool:
         """Whether the longest measurement of its kind so far would end in time."""
-        return time.monotonic() + self.longest.get((engine, pattern), 0.0) < self.deadline
+        return time.monotonic() + self.longest.get((backend, pattern), 0.0) < self.deadline
 
-    def took(self, engine: str, pattern: str, seconds: float) -> None:
-        self.longest[engine, pattern] = max(seconds, self.longest.get((engine, pattern), 0.0))
+    def took(self, backend: str, pattern: str, seconds: float) -> None:
+        self.longest[backend, pattern] = max(seconds, self.longest.get((backend, pattern), 0.0))
 
     def save(self) -> None:
         save(self.report, self.path)
@@ -496,7 +496,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, on any device: whether this runs, not what it says")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--budget-seconds", type=float, default=540.0, help="when to stop")
-    parser.add_argument("--engines", nargs="+", choices=[engine.name for engine in ENGINES], help="these alone")
+    parser.add_argument("--backends", nargs="+", choices=[backend.name for backend in BACKENDS], help="these alone")
     parser.add_argument("--patterns", nargs="+", choices=list(FULL.patterns), help="these alone")
     parser.add_argument("--tokens", nargs="+", type=int, help="these lengths alone")
     parser.add_argument("--heads", nargs="+", type=int, help="these numbers of heads alone")
@@ -548,29 +548,29 @@ def chosen(sizes: Sizes, options: argparse.Namespace) -> Sizes:
 
 
 def measure_all(run: Run, device: Device, sizes: Sizes, options: argparse.Namespace) -> None:
-    """Every engine at every setting, until the time is over or the device is beyond use."""
+    """Every backend at every setting, until the time is over or the device is beyond use."""
     rates: dict[tuple[bool, int, int], dict[str, Any]] = {}
-    engines = [engine for engine in ENGINES if engine.name in (options.engines or [e.name for e in ENGINES])]
+    backends = [backend for backend in BACKENDS if backend.name in (options.backends or [e.name for e in BACKENDS])]
     for setting in settings(sizes):
         if options.masks and mask_name(setting.is_causal) not in options.masks:
             continue
         pattern = sizes.patterns[setting.pattern]
-        for engine in engines:
-            cell = {"engine": engine.name, **asdict(setting)}
-            if not run.has_time_for(engine.name, setting.pattern):
+        for backend in backends:
+            cell = {"backend": backend.name, **asdict(setting)}
+            if not run.has_time_for(backend.name, setting.pattern):
                 run.report["unmeasured"].append(cell)
                 continue
             key = (setting.is_causal, setting.num_heads, setting.head_dim)
             if key not in rates:
                 rates[key] = dense_rates(run, device, replace(setting, pattern="dense", num_tokens=sizes.dense_tokens))
             start = time.monotonic()
-            found = attempt(device, engine, pattern, setting)
+            found = attempt(device, backend, pattern, setting)
             for side in ("forward", "backward"):
                 if f"{side}_tflops" in found and f"{side}_tflops" in rates[key]:
                     found[f"{side}_of_dense"] = found[f"{side}_tflops"] / rates[key][f"{side}_tflops"]
             found["seconds"] = time.monotonic() - start
             if found["status"] != "skipped":
-                run.took(engine.name, setting.pattern, found["seconds"])
+                run.took(backend.name, setting.pattern, found["seconds"])
             run.report["measurements"].append(cell | found)
             run.save()
             if "CUDA error" in found.get("reason", ""):  # nothing runs in this process any more
@@ -582,8 +582,8 @@ def dense_rates(run: Run, device: Device, setting: Setting) -> dict[str, Any]:
     """What dense flash attention gets; cuDNN's, where there is one, is recorded beside it."""
     kernels = [SDPBackend.FLASH_ATTENTION, *([SDPBackend.CUDNN_ATTENTION] if device.on_gpu else [])]
     for kernel in kernels:
-        engine = dense(kernel)
-        run.report["dense"].append({"engine": engine.name, **asdict(setting)} | attempt(device, engine, WHOLE, setting))
+        backend = dense(kernel)
+        run.report["dense"].append({"backend": backend.name, **asdict(setting)} | attempt(device, backend, WHOLE, setting))
     return run.report["dense"][-len(kernels)]
 
 
@@ -603,20 +603,20 @@ def tables(report: dict[str, Any]) -> list[Table]:
     references.add_row("matrix product", "", "", "", f"{report['device']['matmul_tflops']:.1f}", "")
     references.add_row("copy, GB/s", "", "", "", f"{report['device']['copy_gb_per_s']:.0f}", "")
     for m in report["dense"]:
-        name = f"{m['engine']} {mask_name(m['is_causal'])}"
+        name = f"{m['backend']} {mask_name(m['is_causal'])}"
         if m["status"] != "measured":
             references.add_row(name, *map(str, (m["num_heads"], m["head_dim"], m["num_tokens"])), m["status"], "")
             continue
         rates = (f"{m[f'{side}_tflops']:.1f}" for side in ("forward", "backward"))
         references.add_row(name, *map(str, (m["num_heads"], m["head_dim"], m["num_tokens"])), *rates)
 
-    ratios = Table("engine", "pattern", "mask", title=f"targets of dense flash: {TARGETS}")
+    ratios = Table("backend", "pattern", "mask", title=f"targets of dense flash: {TARGETS}")
     for column in ("H", "D", "N", "forward ms", "of dense", "backward ms", "of dense", "memory"):
         ratios.add_column(column, justify="right")
     for m in report["measurements"]:
         if m["status"] == "skipped":
             continue
-        cell = (m["engine"], m["pattern"], mask_name(m["is_causal"]), *map(str, (m["num_heads"], m["head_dim"], m["num_tokens"])))
+        cell = (m["backend"], m["pattern"], mask_name(m["is_causal"]), *map(str, (m["num_heads"], m["head_dim"], m["num_tokens"])))
         if "forward_ms" not in m:
             ratios.add_row(*cell, m["status"], "", "", "", "")
             continue
@@ -658,8 +658,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(2, len(shown), squeeze=False, sharex="col")
     for column, ((pattern, mask, heads, head_dim), found) in enumerate(shown):
         above, below = axes[:, column]
-        for name in dict.fromkeys(m["engine"] for m in found):
-            own = sorted((m for m in found if m["engine"] == name), key=lambda m: m["num_tokens"])
+        for name in dict.fromkeys(m["backend"] for m in found):
+            own = sorted((m for m in found if m["backend"] == name), key=lambda m: m["num_tokens"])
             tokens = [m["num_tokens"] for m in own]
             (line,) = above.plot(tokens, [m["forward_ms"] for m in own], "o-", label=f"{name} forward")
             trained = [m for m in own if "backward_ms" in m]

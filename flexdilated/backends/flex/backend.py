@@ -93,7 +93,7 @@ def run_kernel(
         )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, on request, `lse` `(B, H, N)` of a checked call; differentiable where flex_attention is.
 
     Raises:
@@ -101,19 +101,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
             hold ever new floats. For documents in compiled code.
     """
     refuse_compiled_borders(call, "backend='flex'")
-    padding = call.key_padding_mask
-    if padding is not None:
-        padding = padding.contiguous()  # flex_attention reads no other on CPUs
-        k, v = (x.masked_fill(padding[:, :, None, None], 0.0) for x in (k, v))
+    key_padding_mask = call.key_padding_mask
+    if key_padding_mask is not None:
+        key_padding_mask = key_padding_mask.contiguous()  # flex_attention reads no other on CPUs
+        k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
     spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
     layouts = [_layout(q, k, length, call) for _, length in spans]
     parts = zip(*(x.split([length for _, length in spans], dim=1) for x in (q, k, v)))
     outs, lses = [], []
     for (start, length), layout, (q_d, k_d, v_d) in zip(spans, layouts, parts):
-        ignored = None if padding is None else padding[:, start : start + length]
+        mask_d = None if key_padding_mask is None else key_padding_mask[:, start : start + length]
         run = _fused if layout == "fused" else _packed
         with without_autocast(q.device):
-            out, lse = run(q_d, k_d, v_d, ignored, start, call)
+            out, lse = run(q_d, k_d, v_d, mask_d, start, call)
         outs.append(out)
         lses.append(lse)
     if len(outs) == 1:
@@ -155,7 +155,9 @@ def _on_cpu(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, start: int, call: Call
+) -> tuple[Tensor, Tensor | None]:
     """The pattern as mask and score function of the document that begins at token `start`."""
     num_tokens, heads, kv_heads, device = q.shape[1], q.shape[2], k.shape[2], q.device
     pattern, is_causal = call.pattern, call.is_causal
@@ -167,8 +169,8 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = joined(b, h, q_idx, kv_idx)
-        if ignored is not None:
-            seen = seen & ~ignored[b, kv_idx]
+        if key_padding_mask is not None:
+            seen = seen & ~key_padding_mask[b, kv_idx]
         if user_mask is not None:
             seen = seen & user_mask(b, h, q_idx + first, kv_idx + first)
         return seen
@@ -178,7 +180,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
             score = user_score(score, b, h, q_idx + first, kv_idx + first)
         return multiplicity(score, b, h, q_idx, kv_idx)
 
-    narrows = ignored is not None or user_mask is not None
+    narrows = key_padding_mask is not None or user_mask is not None
     several = pattern.heads == "all" and len(pattern.branches) > 1
     out, lse = run_kernel(
         q.transpose(1, 2),
@@ -202,9 +204,11 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
     return out.transpose(1, 2), lse
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, start: int, call: Call
+) -> tuple[Tensor, Tensor | None]:
     results = [
-        (piece, *attend_piece(q, k, v, ignored=ignored, start=start, piece=piece, call=call))
+        (piece, *attend_piece(q, k, v, key_padding_mask=key_padding_mask, start=start, piece=piece, call=call))
         for piece in _pieces(q.shape[1], k, call)
     ]
     return mix([[part] for part in results], q, q.shape[2] // k.shape[2], detach_weights=call.pattern.detach_weights)
@@ -217,7 +221,7 @@ def _pieces(length: int, k: Tensor, call: Call) -> tuple[Piece, ...]:
 
 
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, piece: Piece, call: Call
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, start: int, piece: Piece, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Out `b s o h g r d` and lse `b s o h g r` of a piece of a document that begins at token `start`.
 
@@ -231,7 +235,7 @@ def attend_piece(
     outs, lses = [], []
     for first in range(0, lanes[0].shape[0], GRID_LIMIT):
         part = [x[first : first + GRID_LIMIT] for x in lanes]
-        out, lse = _lanes(part, ignored, piece, start=start, first=first, batch=q.shape[0], group=group, call=call)
+        out, lse = _lanes(part, key_padding_mask, piece, start=start, first=first, batch=q.shape[0], group=group, call=call)
         outs.append(out)
         lses.append(lse)
     out, lse = (torch.cat(xs) if len(xs) > 1 else xs[0] for xs in (outs, lses))
@@ -249,7 +253,7 @@ def with_zero_keys(out: Tensor, lse: Tensor, count: int) -> tuple[Tensor, Tensor
 
 
 def _lanes(
-    lanes: list[Tensor], ignored: Tensor | None, piece: Piece, start: int, first: int, batch: int, group: int, call: Call
+    lanes: list[Tensor], key_padding_mask: Tensor | None, piece: Piece, start: int, first: int, batch: int, group: int, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of lanes `first ...` of a piece, `lane (h g) r d`, each a sequence of kept rows."""
     q, k, v = lanes
@@ -258,7 +262,7 @@ def _lanes(
     length, stride = (torch.full((), n, dtype=torch.int32, device=device) for n in (piece.rows, piece.row_stride))
     segment_stride = torch.full((), piece.segment_stride, dtype=torch.int32, device=device)
     is_causal, user_score, user_mask = call.is_causal, call.score_mod, call.mask_mod
-    positioned = user_score is not None or user_mask is not None or ignored is not None
+    positioned = user_score is not None or user_mask is not None or key_padding_mask is not None
     batch_of = token_of = head_of = begin = length  # a compiler reads all that a function holds, unused too
     if positioned:
         batch_of, token_of, head_of = (x[first : first + q.shape[0]] for x in _tables(piece, batch, group, device))
@@ -271,8 +275,8 @@ def _lanes(
         seen = q_idx // length == kv_idx // length
         if is_causal:
             seen = seen & (q_idx >= kv_idx)
-        if ignored is not None:
-            seen = seen & ~ignored[batch_of[b], position(b, kv_idx)]
+        if key_padding_mask is not None:
+            seen = seen & ~key_padding_mask[batch_of[b], position(b, kv_idx)]
         if user_mask is not None:
             seen = seen & user_mask(batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
         return seen
@@ -282,7 +286,7 @@ def _lanes(
         return user_score(score, batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
 
     diagonal = DilatedPattern((piece.rows,), (1,))
-    narrows = ignored is not None or user_mask is not None
+    narrows = key_padding_mask is not None or user_mask is not None
     out, lse = run_kernel(
         q,
         k,
