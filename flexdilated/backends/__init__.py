@@ -59,7 +59,7 @@ def why_not(backend: str, request: DispatchKey) -> str | None:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
-    own = BY_OPERATIONS if request.modified or request.transformed else BACKENDS
+    own = BY_OPERATIONS if request.modified or request.transformed else {}
     return own.get(backend, BACKENDS[backend])(request)
 
 
@@ -73,11 +73,10 @@ def choose(backend: str, request: DispatchKey, *, divided: bool = False) -> str:
         NotImplementedError: If the named backend cannot run the request; the message has its reason.
     """
     if backend == "auto":
-        own = BY_OPERATIONS if request.modified or request.transformed else BACKENDS
         reasons = {}
         for name in prefer(request):
             whole = divided and name not in KERNEL_BACKENDS
-            reasons[name] = WHOLE if whole else own.get(name, BACKENDS[name])(request)
+            reasons[name] = WHOLE if whole else why_not(name, request)
             if reasons[name] is None:
                 reasons[name] = unproven(name, request) or (triton_backend.why_not_unasked(request) if name == "triton" else None)
             if reasons[name] is None:

@@ -59,26 +59,19 @@ def create_dilated_block_mask(
     device = torch.empty(0, device=device).device  # with its index
     if device.type != "cpu" and any(size % TILE for size in sizes):
         raise ValueError(f"BLOCK_SIZE must be a multiple of {TILE} on {device}, the least tile of its kernels, got {BLOCK_SIZE}")
-    if torch.compiler.is_compiling():
-        if sizes != (128, 128):
-            raise NotImplementedError(f"BLOCK_SIZE must be 128 inside torch.compile, got {BLOCK_SIZE}; build the mask outside")
-        mask_mod = uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
-        return block_mask_for(
-            pattern, num_heads, num_kv_heads, seq_len=seq_len, is_causal=is_causal, device=device, mask_mod=mask_mod, narrows=False
-        )
-    kv, q = _lists(
-        _Wanted(
-            pattern=pattern,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            seq_len=seq_len,
-            is_causal=is_causal,
-            sizes=sizes,
-            device=device,
-            separate_full=True,
-        )
+    if torch.compiler.is_compiling() and sizes != (128, 128):
+        raise NotImplementedError(f"BLOCK_SIZE must be 128 inside torch.compile, got {BLOCK_SIZE}; build the mask outside")
+    return block_mask_for(
+        pattern,
+        num_heads,
+        num_kv_heads,
+        seq_len=seq_len,
+        is_causal=is_causal,
+        device=device,
+        mask_mod=uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal),
+        narrows=False,
+        sizes=sizes,
     )
-    return assemble(kv, q, (seq_len, seq_len), sizes, mask_mod_of(pattern, num_heads, num_kv_heads, is_causal))
 
 
 def block_mask_for(
@@ -91,13 +84,13 @@ def block_mask_for(
     mask_mod: MaskMod,
     *,
     narrows: bool,
+    sizes: tuple[int, int] = (128, 128),
 ) -> BlockMask:
     """The blocks of a pattern under a mask function of one's own, as calls of `flex_attention` in this package need them.
 
     The function `narrows` where it takes pairs away that the pattern joins: then no block is known to be full. Under the compiler
-    the lists come from an opaque operator: the graph holds for other lengths, and nothing of it is traced.
+    the lists come from an opaque operator, of blocks of 128: the graph holds for other lengths, and nothing of it is traced.
     """
-    sizes = (128, 128)
     if not torch.compiler.is_compiling():
         kv, q = _lists(
             _Wanted(
