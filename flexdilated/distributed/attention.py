@@ -71,9 +71,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         call = call._replace(backend=choose(call.backend, request, divided=True))
         by_autograd = call.is_modified() or call.backend == "flex"
         if by_autograd and call.exchange == "ring":
-            asked = "score_mod and mask_mod" if call.is_modified() else "backend='flex'"
+            option = "score_mod and mask_mod" if call.is_modified() else "backend='flex'"
             raise NotImplementedError(
-                f"exchange must be 'auto', 'gather' or 'heads' with {asked}, got 'ring', which keeps no rows of other ranks: "
+                f"exchange must be 'auto', 'gather' or 'heads' with {option}, got 'ring', which keeps no rows of other ranks: "
                 "autograd keeps them"
             )
         made_by = version_and_speeds(call.exchange)
@@ -193,10 +193,10 @@ def _backward(
     plan = context.plan(inputs, flat)
     fields = context.fields(plan, inputs, flat)
     transport = context.transport(plan, fields, dout.device, int(number.item()), backward=True)
-    given = OutputGradients(dout=rows_contiguous(dout), dlse=dlse, out=rows_contiguous(out), lse=lse)
+    output_grads = OutputGradients(dout=rows_contiguous(dout), dlse=dlse, out=rows_contiguous(out), lse=lse)
     with without_autocast(dout.device):
         work = _work(inputs, flat, context, plan)
-        return context_backward(work, given, received if context.keeps else None, transport)
+        return context_backward(work, output_grads, received if context.keeps else None, transport)
 
 
 CONTEXT_PARALLEL = operator(

@@ -64,8 +64,8 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
     """The call of this rank's parts, where the tokens lie on the ranks of a mesh."""
     axis = layout.axis(TOKENS)
     if axis is not None:
-        for name, given in (("mesh", call.mesh), ("shard_lengths", call.shard_lengths)):
-            if given is not None:
+        for name, value in (("mesh", call.mesh), ("shard_lengths", call.shard_lengths)):
+            if value is not None:
                 raise ValueError(f"{name} must be None for DTensors sharded on tokens, whose placements say it, got a value")
         shards = _chunks(q.shape[TOKENS], layout.mesh.size(axis))
         call = call._replace(mesh=mesh, shard_lengths=shards)
@@ -88,8 +88,8 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
     if isinstance(mask, DTensor):
         if mask.device_mesh != q.device_mesh:
             raise ValueError(f"key_padding_mask must have the mesh of q={q.device_mesh}, got {mask.device_mesh}")
-        wanted = tuple(p if dim in (BATCH, TOKENS) else Replicate() for p, dim in zip(q.placements, layout.dims))
-        mask = mask.redistribute(q.device_mesh, wanted).to_local()
+        placements = tuple(p if dim in (BATCH, TOKENS) else Replicate() for p, dim in zip(q.placements, layout.dims))
+        mask = mask.redistribute(q.device_mesh, placements).to_local()
     if isinstance(borders, DTensor):
         borders = borders.full_tensor()
     first_head, num_heads = _heads(q, k, layout)

@@ -43,11 +43,11 @@ def one_of_equal(mesh: DeviceMesh | None) -> DeviceMesh | None:
         group = mesh.get_group()
     except (RuntimeError, ValueError):  # of other ranks
         return mesh
-    kept = _known.get(group, lambda: None)()
-    if kept is None or kept != mesh:
-        kept = mesh
+    first_mesh = _known.get(group, lambda: None)()
+    if first_mesh is None or first_mesh != mesh:
+        first_mesh = mesh
         _known[group] = ref(mesh)
-    return kept
+    return first_mesh
 
 
 _known: WeakKeyDictionary[dist.ProcessGroup, ref[DeviceMesh]] = WeakKeyDictionary()

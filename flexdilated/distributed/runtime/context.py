@@ -36,8 +36,8 @@ class RankContext(NamedTuple):
     def plan(self, inputs: Inputs, flat: Flat) -> ContextPlan:
         """The plan of a call on some tensors."""
         lengths, kv_heads = tuple(int(n) for n in self.shard_lengths), inputs.k.shape[2]
-        where = "" if inputs.cu_seqlens is None else f" of all ranks, shard_lengths={shown(lengths)}"
-        spans = documents(inputs.cu_seqlens, sum(lengths), where)
+        hint = "" if inputs.cu_seqlens is None else f" of all ranks, shard_lengths={shown(lengths)}"
+        spans = documents(inputs.cu_seqlens, sum(lengths), hint)
         within = range(flat.first_head, flat.first_head + kv_heads)
         return context_plan(
             flat.pattern,
@@ -55,8 +55,8 @@ class RankContext(NamedTuple):
             return self.exchange
         q = inputs.q
         sizes = {"head_dim": q.shape[3], "itemsize": q.dtype.itemsize, "batch": q.shape[0]}
-        more = {"masked": inputs.key_padding_mask is not None, "lse_size": accumulated(q.dtype).itemsize}
-        return cost_model.choose(plan, speeds=cost_model.speeds_of_environment(), **sizes, **more)
+        row_sizes = {"masked": inputs.key_padding_mask is not None, "lse_size": accumulated(q.dtype).itemsize}
+        return cost_model.choose(plan, speeds=cost_model.speeds_of_environment(), **sizes, **row_sizes)
 
     def fields(self, plan: ContextPlan, inputs: Inputs, flat: Flat, **functions: bool) -> Fields:
         """What ranks compare; `functions`: which there are, since they cannot be compared."""
