@@ -84,8 +84,8 @@ def coordinate_order(coordinates: Tensor, *, order: Curve = "hilbert") -> Order:
     if coordinates.dtype == torch.bool or coordinates.is_floating_point() or coordinates.is_complex():
         raise TypeError(f"coordinates must be integers, got {coordinates.dtype}")
     # The box is a matter of values: where a call is traced, an operator looks at them.
-    along = _along_coordinates if torch.compiler.is_compiling() else _along
-    return _with_inverse(along(coordinates, order))
+    permute = _along_coordinates if torch.compiler.is_compiling() else _along
+    return _with_inverse(permute(coordinates, order))
 
 
 def _along(coordinates: Tensor, order: str) -> Tensor:

@@ -136,7 +136,7 @@ def assemble(kv: BlockLists, q: BlockLists, seq_lengths: tuple[int, int], sizes:
 
 
 class _Wanted(NamedTuple):
-    """What the lists of a block mask follow from."""
+    """Everything that determines the lists of a block mask, as a cache key."""
 
     pattern: DilatedPattern
     num_heads: int
@@ -148,28 +148,28 @@ class _Wanted(NamedTuple):
     separate_full: bool
 
 
-def _lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
+def _lists(key: _Wanted) -> tuple[BlockLists, BlockLists]:
     """The lists of key blocks per query block, and the other way round, `(1, heads, ...)`. Few large ones are kept."""
-    rows, columns = (wanted.seq_len // size for size in wanted.sizes)
-    large = wanted.num_heads * rows * min(columns, most_columns(wanted.pattern, *wanted.sizes)) > LARGE
-    return _find_large_lists(wanted) if large else _find_lists(wanted)
+    rows, columns = (key.seq_len // size for size in key.sizes)
+    large = key.num_heads * rows * min(columns, most_columns(key.pattern, *key.sizes)) > LARGE
+    return _find_large_lists(key) if large else _find_lists(key)
 
 
 @lru_cache(maxsize=64)
 @in_no_mode
-def _find_lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
-    pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full = wanted
+def _find_lists(key: _Wanted) -> tuple[BlockLists, BlockLists]:
+    pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full = key
     classes: dict[tuple[Kept, ...], int] = {}
     kinds = [head_branches(pattern, h, num_kv_heads, seq_len) for h in range(num_kv_heads)]
     of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
 
     def side(row_size: int, column_size: int, order: Order) -> BlockLists:
-        found = [block_lists(kind, seq_len, row_size, column_size, order, separate_full=separate_full) for kind in classes]
+        lists_of_class = [block_lists(kind, seq_len, row_size, column_size, order, separate_full=separate_full) for kind in classes]
         columns = -(-seq_len // column_size)
         # One width for both kinds: kernels step through the lists of full blocks by the strides of the others, up to torch 2.12
         # those of attention, and the one of decoding still.
-        width = max(indices.shape[1] for lists in found for indices in (lists.partial_indices, lists.full_indices))
-        return BlockLists(*(_by_head(parts, of_head, width, columns, device) for parts in zip(*found)))
+        width = max(indices.shape[1] for lists in lists_of_class for indices in (lists.partial_indices, lists.full_indices))
+        return BlockLists(*(_by_head(parts, of_head, width, columns, device) for parts in zip(*lists_of_class)))
 
     kv = side(sizes[0], sizes[1], "before" if is_causal else "any")
     symmetric = not is_causal and sizes[0] == sizes[1]
@@ -185,14 +185,14 @@ def _by_head(parts: tuple[Tensor, ...], of_head: list[int], width: int, columns:
         stacked = torch.stack(parts)
     else:
         stacked = torch.stack([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
-    alike = len(parts) == 1
-    lists = (stacked if alike else stacked[torch.tensor(of_head, device="cpu")]).to(device)
+    is_shared = len(parts) == 1
+    lists = (stacked if is_shared else stacked[torch.tensor(of_head, device="cpu")]).to(device)
     if lists.dim() == 3 and device.type == "cpu":
         # One more where they fill the rows, so that the strides never look contiguous: the compiler would make two graphs of it.
         lists = torch.nn.functional.pad(lists, (0, 1)) if lists.shape[2] == columns else lists
         flat = torch.cat([lists.flatten(), lists.new_zeros(columns)])
         lists = _full_width(flat, lists.shape[0], lists.shape[1], lists.shape[2], columns)
-    return lists[None].expand(1, len(of_head), *lists.shape[1:]) if alike else lists[None]
+    return lists[None].expand(1, len(of_head), *lists.shape[1:]) if is_shared else lists[None]
 
 
 def _full_width(flat: Tensor, heads: int, rows: int, width: int, columns: int) -> Tensor:
@@ -238,8 +238,8 @@ def _traced_lists(
     rows, width = _traced_size(pattern, seq_len)
 
     def flat(indices: Tensor) -> Tensor:
-        found = indices[0, :, :, :width]
-        padded = torch.nn.functional.pad(found, (0, width - found.shape[2]))
+        indices_narrow = indices[0, :, :, :width]
+        padded = torch.nn.functional.pad(indices_narrow, (0, width - indices_narrow.shape[2]))
         return torch.cat([padded.flatten(), padded.new_zeros(rows)])
 
     # Copies: the compiler may reuse the memory of what an operator returns, and these lists are kept.
@@ -265,7 +265,7 @@ def _(encoded_pattern: list[int], *options: Any) -> tuple[Tensor, Tensor, Tensor
 def _shaped(
     lists: tuple[Tensor, Tensor, Tensor, Tensor], seq_len: int, pattern: DilatedPattern, num_heads: int, device: torch.device
 ) -> BlockLists:
-    """What the operator gave, as a BlockMask wants it."""
+    """The outputs of `_traced_lists` as `(1, heads, ...)` lists of a BlockMask."""
     rows, width = _traced_size(pattern, seq_len)
     columns = rows if device.type == "cpu" else width
 

@@ -58,14 +58,14 @@ def block_lists(
     # Whatever torch's default device is; the mode makes every operation slower, so only where it is needed.
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         runs = [_runs(branch, seq_len, row_size, column_size, order) for branch in branches]
-        none, empty = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
+        no_counts, no_indices = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
         if not runs:
-            return BlockLists(none, empty, none, empty)
+            return BlockLists(no_counts, no_indices, no_counts, no_indices)
         row, first, last = (torch.cat(parts) for parts in zip(*runs))
         row, first, last = _union(row, first, last, seq_len)
         row, column = _expand(row, first, last)
         if not separate_full:
-            return BlockLists(*_pack(row, column, rows), none, empty)
+            return BlockLists(*_pack(row, column, rows), no_counts, no_indices)
 
         full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, order)
         full = (column >= full_first[row]) & (column <= full_last[row])
@@ -92,13 +92,13 @@ def _runs(branch: Kept, seq_len: int, row_size: int, column_size: int, order: Or
     last_kept = lattice + (row_end - 1 - lattice).div(rate, rounding_mode="floor") * rate
     column_first = first_kept if order == "after" else lattice
     column_last = last_kept if order == "before" else lattice + (segment_end - 1 - lattice).div(rate, rounding_mode="floor") * rate
-    holds = first_kept < row_end
-    row, column_first, column_last = row[holds], column_first[holds], column_last[holds]
+    nonempty = first_kept < row_end
+    row, column_first, column_last = row[nonempty], column_first[nonempty], column_last[nonempty]
     if rate <= column_size:  # no block between the first and the last is without a kept position
         return row, column_first // column_size, column_last // column_size
-    kept = (column_last - column_first) // rate + 1
-    entry = torch.repeat_interleave(kept)
-    column = (column_first[entry] + _within(kept) * rate) // column_size
+    num_kept = (column_last - column_first) // rate + 1
+    entry = torch.repeat_interleave(num_kept)
+    column = (column_first[entry] + _within(num_kept) * rate) // column_size
     return row[entry], column, column
 
 
@@ -166,17 +166,17 @@ def _completed(
     nested = all(lengths[-1] % w == 0 for w in lengths)
     if not prime or (nested and sum(ceil(run / r) for r in prime) < run):
         return
-    inside = ((row + 1) * row_size <= seq_len) & ((column + 1) * column_size <= seq_len) & ~full
-    candidates = inside.nonzero()[:, 0]
+    is_inside = ((row + 1) * row_size <= seq_len) & ((column + 1) * column_size <= seq_len) & ~full
+    candidates = is_inside.nonzero()[:, 0]
     # The corners first, those that lie farthest apart before the others: few blocks have them all.
     for i, j in ((-1, 0), (0, -1), (0, 0), (-1, -1)):
         x = row[candidates] * row_size + i % row_size
         y = column[candidates] * column_size + j % column_size
         candidates = candidates[_joined(branches, x, y, order)]
     x, y = torch.arange(row_size)[:, None], torch.arange(column_size)
-    for some in candidates.split(max(1, PAIRS // (row_size * column_size))):
-        rows, columns = row[some, None, None] * row_size + x, column[some, None, None] * column_size + y
-        yield from some[_joined(branches, rows, columns, order).flatten(1).all(dim=1)].tolist()
+    for chunk in candidates.split(max(1, PAIRS // (row_size * column_size))):
+        rows, columns = row[chunk, None, None] * row_size + x, column[chunk, None, None] * column_size + y
+        yield from chunk[_joined(branches, rows, columns, order).flatten(1).all(dim=1)].tolist()
 
 
 def _joined(branches: tuple[Kept, ...], x: Tensor, y: Tensor, order: Order) -> Tensor:
@@ -199,8 +199,8 @@ def _pack(row: Tensor, column: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def _within(counts: Tensor) -> Tensor:
     """`0 .. n - 1` for every n of counts, one after another."""
-    before = torch.repeat_interleave(counts.cumsum(dim=0) - counts, counts)
-    return torch.arange(len(before)) - before
+    starts = torch.repeat_interleave(counts.cumsum(dim=0) - counts, counts)
+    return torch.arange(len(starts)) - starts
 
 
 def _ceil_div(a: Tensor, b: int) -> Tensor:

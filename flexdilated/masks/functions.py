@@ -126,7 +126,7 @@ def _holding(x: Tensor, length: int) -> Tensor:
 
 
 def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
-    """One for each branch, in terms of key/value heads."""
+    """The clause of each branch, in terms of key/value heads."""
 
     def offset_rule(branch: int, rate: int) -> Callable[[Tensor], Tensor | int]:
         if pattern.heads == "grouped":
@@ -136,11 +136,11 @@ def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
             return lambda h: h // sharing
         return lambda h: h % rate
 
-    found = []
+    clauses = []
     for i, (length, rate) in enumerate(pattern.segments("masks")):
         heads = pattern.head_range(i, num_heads)
-        found.append(_Clause(length, rate, heads, len(heads) == num_heads, offset_rule(i, rate)))
-    return tuple(found)
+        clauses.append(_Clause(length, rate, heads, len(heads) == num_heads, offset_rule(i, rate)))
+    return tuple(clauses)
 
 
 def _label(pattern: DilatedPattern, is_causal: bool) -> str:
