@@ -20,18 +20,15 @@ from flexdilated.decode.tokens import Tokens
 
 
 class Overwritten(NamedTuple):
-    """Rows of a store as they were before tokens took them.
+    """A copy of the rows of a store that new tokens overwrite."""
 
-    `at` `(B, heads, R, 1)`: which; None: all. `rows`: what `rows_held` held there. `held`: as in `Store`.
-    """
-
-    at: Tensor | None
-    rows: tuple[Tensor, ...]
-    held: Tensor
+    places: Tensor | None  # (B, heads, R, 1) places among the stored rows; None: all rows
+    rows: tuple[Tensor, ...]  # per tensor of `rows_held`, its rows `(B, heads, R, D or 1)`
+    held: Tensor  # (B, branches), as in `Store`
 
 
 class Past(NamedTuple):
-    """One call of `attend`: the state before it, and what it stored. `lengths`, `added` `(B,)`."""
+    """One call of `attend`: the state before it, and the tokens that it stored. `lengths`, `added`: `(B,)`."""
 
     lengths: Tensor
     stores: tuple[Overwritten, ...]
@@ -42,11 +39,11 @@ class Past(NamedTuple):
 @contextmanager
 def kept_where_refused(stores: Sequence[Store], positions: Tensor) -> Iterator[None]:
     """Restore the rows that tokens at `positions` `(B, T)` overwrite if an error ends the block."""
-    before = [store.overwritten(positions) for store in stores]
+    saved = [store.overwritten(positions) for store in stores]
     try:
         yield
     except Exception:
-        for store, overwritten in zip(stores, before):
+        for store, overwritten in zip(stores, saved):
             store.put_back(overwritten)
         raise
 
@@ -148,13 +145,13 @@ class Store:
         masks = [places[:, None] < limits[..., i, None] for i, places in enumerate(self.places)]  # (B, heads, T, rows)
         k, v, is_marked = self.rows_held
         if new is not None:
-            own = slice(self.rank, None, self.num_ranks)
-            at_or_before = positions[:, None, own] <= positions[:, :, None]  # (B, T, own)
+            local = slice(self.rank, None, self.num_ranks)
+            at_or_before = positions[:, None, local] <= positions[:, :, None]  # (B, T, local)
             for i in range(len(self.branches)):
-                together = at_or_before & (segments[:, None, own, i] == segments[:, :, None, i])
-                masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, own, i])
+                together = at_or_before & (segments[:, None, local, i] == segments[:, :, None, i])
+                masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, local, i])
             k, v, is_marked = (
-                torch.cat([x, *[y[:, :, own]] * len(self.branches)], dim=2) for x, y in zip(self.rows_held, self._own_rows(new))
+                torch.cat([x, *[y[:, :, local]] * len(self.branches)], dim=2) for x, y in zip(self.rows_held, self._own_rows(new))
             )
         mask = torch.cat(masks, dim=-1)
         sees_mark = (mask & is_marked[..., 0][:, :, None]).any(-1)  # (B, heads, T)
@@ -204,20 +201,20 @@ class Store:
             keeps = keeps & (rows % self.num_ranks == self.rank)[:, None]
         index = self._index(rows)[:, None, :, None].expand(-1, self.k.shape[1], -1, self.k.shape[3])  # (B, heads, branches, D)
         for stored, x in zip(self.rows_held, self._own_rows(new)):
-            at = index[..., : x.shape[3]]
-            stored.scatter_(2, at, torch.where(keeps[..., None], x, stored.gather(2, at)))
+            x_index = index[..., : x.shape[3]]
+            stored.scatter_(2, x_index, torch.where(keeps[..., None], x, stored.gather(2, x_index)))
         self.held.copy_(torch.where(is_new[:, None], positions[:, None] // self.lengths_of_segments, self.held))
 
     def put_last(self, new: Tokens, lengths: Tensor, added: Tensor) -> None:
         """From the first `added` `(B,)` of T tokens, which follow `lengths` `(B,)` others, store the rows in the last segment."""
         end = lengths + added
         segments = torch.where(added[:, None] > 0, (end[:, None] - 1) // self.lengths_of_segments, self.held)  # (B, branches)
-        own = self._own_rows(new)
+        new_rows = self._own_rows(new)
         for i, (places, start, rows) in enumerate(zip(self.places, self.starts, self.rows)):
             positions = segments[:, i, None, None] * self.lengths_of_segments[i] + places  # (B, heads, rows)
             is_new = ((positions >= lengths[:, None, None]) & (positions < end[:, None, None]))[..., None]
             index = (positions - lengths[:, None, None]).clamp(0, new.k.shape[1] - 1)[..., None]
-            for stored, x in zip(self.rows_held, own):
+            for stored, x in zip(self.rows_held, new_rows):
                 part = stored[:, :, start : start + rows]
                 part.copy_(torch.where(is_new, x.gather(2, index.expand(-1, -1, -1, x.shape[3])), part))
         self.held.copy_(segments)
@@ -246,17 +243,17 @@ class Store:
         positions = torch.cat(parts, dim=-1)
         return torch.where(positions < end[:, None, None], positions, -1)
 
-    def taken(self, new: Tokens, at: Tensor) -> Tensor:
-        """`(E, 2 D + 1)`: keys, values and marks of the new tokens `at` `(B, heads, rows)`, in that order, none where below 0."""
-        b, head, row = (at >= 0).nonzero(as_tuple=True)
-        k, v, is_marked = (x[b, head, at[b, head, row]] for x in self._own_rows(new))
+    def taken(self, new: Tokens, index: Tensor) -> Tensor:
+        """`(E, 2 D + 1)` keys, values and marks of the new tokens `index` `(B, heads, rows)`; an index below 0 gives no row."""
+        b, head, row = (index >= 0).nonzero(as_tuple=True)
+        k, v, is_marked = (x[b, head, index[b, head, row]] for x in self._own_rows(new))
         return torch.cat([k, v, is_marked.to(k.dtype)], dim=1)
 
-    def place(self, taken: Tensor, at: Tensor) -> None:
-        """Store what `taken` gave, where `at` `(B, heads, sum of rows)` is not below 0."""
+    def place(self, rows: Tensor, index: Tensor) -> None:
+        """Store `rows`, which `taken` returned, where `index` `(B, heads, sum of rows)` is not below 0."""
         dim = self.k.shape[3]
-        for stored, x in zip(self.rows_held, (taken[:, :dim], taken[:, dim : 2 * dim], taken[:, 2 * dim :] > 0)):
-            stored[at >= 0] = x
+        for stored, x in zip(self.rows_held, (rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim :] > 0)):
+            stored[index >= 0] = x
 
     def hold(self, end: Tensor) -> None:
         """Record that the stored rows belong to the segments of the last of `end` `(B,)` tokens."""
@@ -264,7 +261,7 @@ class Store:
 
     def put_back(self, overwritten: Overwritten) -> None:
         """Restore the rows that `overwritten` returned."""
-        index = overwritten.at
+        index = overwritten.places
         for stored, x in zip(self.rows_held, overwritten.rows):
             if index is None:
                 stored.copy_(x)
@@ -274,8 +271,8 @@ class Store:
 
     def why_lost(self, sequence: int, new: int, old: int) -> str | None:
         """Why a sequence of `old` tokens cannot be cut to `new` by what is stored alone; None if it can."""
-        for (w, _), held in zip(self.branches, self.held[sequence].tolist()):
-            if new % w and held != new // w:
+        for (w, _), segment in zip(self.branches, self.held[sequence].tolist()):
+            if new % w and segment != new // w:
                 return (
                     f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
                     f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence anew"
