@@ -36,20 +36,20 @@ class Recent(Generic[P, Value]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Value:
         key = args, tuple(kwargs.items())
         with self._turn:
-            found = self._found.pop(key, None)  # a key of many documents takes long to hash and to compare
-            if found is not None:
-                self._found[key] = found
-                return found[0]
+            entry = self._found.pop(key, None)  # a key of many documents takes long to hash and to compare
+            if entry is not None:
+                self._found[key] = entry
+                return entry[0]
         result = self.function(*args, **kwargs)
         with self._turn:
-            found = self._found.pop(key, None)
-            if found is None:  # else another thread was as fast: all take what came first
-                found = result, self.size(result, *args, **kwargs)
-                self.nbytes += found[1]
-            self._found[key] = found
+            entry = self._found.pop(key, None)
+            if entry is None:  # else another thread was as fast: all take what came first
+                entry = result, self.size(result, *args, **kwargs)
+                self.nbytes += entry[1]
+            self._found[key] = entry
             while len(self._found) > self.most or (len(self._found) > self.fewest and self.nbytes > self.room):
                 self.nbytes -= self._found.pop(next(iter(self._found)))[1]
-        return found[0]
+        return entry[0]
 
     def __len__(self) -> int:
         return len(self._found)

@@ -118,11 +118,11 @@ def why_not_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) 
     boundary = pattern.first_uncrossed_boundary(num_tokens, num_heads)
     if boundary is None:
         return None
-    most = min((pattern.run_of_neighbours + 1) // 2, num_heads)
-    other = f", or add a branch as long as the sequence at a rate of at most {most}" if pattern.heads == "all" and most > 1 else ""
+    rate = min((pattern.run_of_neighbours + 1) // 2, num_heads)
+    cure = f", or add a branch as long as the sequence at a rate of at most {rate}" if pattern.heads == "all" and rate > 1 else ""
     return (
         f"not connected: not all information from tokens 0 to {boundary - 1} reaches the tokens from {boundary} on; "
-        f"use DilatedPattern.causal(seq_len, {num_heads}){other}"
+        f"use DilatedPattern.causal(seq_len, {num_heads}){cure}"
     )
 
 
@@ -157,10 +157,11 @@ def warn_of_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_
 
 @lru_cache(maxsize=4096)  # the text does not depend on the number of tokens
 def _warn(text: str) -> None:
-    inside = takewhile(
-        lambda at: at[0].f_globals.get("__name__", "").startswith(("flexdilated.", "torch.")), traceback.walk_stack(sys._getframe())
+    frames = takewhile(
+        lambda frame: frame[0].f_globals.get("__name__", "").startswith(("flexdilated.", "torch.")),
+        traceback.walk_stack(sys._getframe()),
     )
-    warnings.warn(text, stacklevel=1 + sum(1 for _ in inside))
+    warnings.warn(text, stacklevel=1 + sum(1 for _ in frames))
 
 
 def refuse_shards_of_torch(num_ranks: int) -> None:
@@ -175,7 +176,7 @@ def refuse_shards_of_torch(num_ranks: int) -> None:
     Raises:
         ValueError: If a call over several ranks may get such shards, or a call without a mesh any shards.
     """
-    module = next((found for name in TORCH_SHARDS if hasattr(found := sys.modules.get(name), "_replaced_functions")), None)
+    module = next((candidate for name in TORCH_SHARDS if hasattr(candidate := sys.modules.get(name), "_replaced_functions")), None)
     if module is None:
         return
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -305,14 +306,14 @@ def first_pair(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return torch.zeros((batch, 1, 1, 1), dtype=accumulated(q.dtype), device=q.device), zero[:batch], zero, zero, zero
 
 
-def check_seen(seen: Tensor) -> None:
+def check_seen(visible: Tensor) -> None:
     """Raise if a mask function returns no bool.
 
     Raises:
         TypeError: If it is not.
     """
-    if seen.dtype != torch.bool:
-        raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {seen.dtype}")
+    if visible.dtype != torch.bool:
+        raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {visible.dtype}")
 
 
 def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ TYPES = {Sequence[int]: "SymInt[]", int: "SymInt", float: "float", bool: "bool",
 
 def schema_of(fields: type[tuple[Any, ...]]) -> str:
     """The fields of a NamedTuple as arguments of an operator."""
-    return ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
+    return ", ".join(f"{TYPES[annotation]} {name}" for name, annotation in get_type_hints(fields).items())
 
 
 def declare(
@@ -93,16 +93,16 @@ def declare(
 ) -> Any:
     """A custom operator of tensors and options that writes to none of them; `torch.func.vmap` calls it for each sample."""
     schema = f"({arguments}) -> ({', '.join(['Tensor'] * num_outputs)})"
-    made = torch.library.custom_op(f"flexdilated::{name}", run, mutates_args=(), schema=schema, tags=tags)
+    declared = torch.library.custom_op(f"flexdilated::{name}", run, mutates_args=(), schema=schema, tags=tags)
 
-    def by_sample(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
+    def by_sample(info: Any, in_dims: tuple[Any, ...], *values: Any) -> Any:
         samples = (
-            (x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(given, in_dims)) for i in range(info.batch_size)
+            (x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(values, in_dims)) for i in range(info.batch_size)
         )
-        return tuple(torch.stack(xs) for xs in zip(*(made(*sample) for sample in samples))), (0,) * num_outputs
+        return tuple(torch.stack(xs) for xs in zip(*(declared(*sample) for sample in samples))), (0,) * num_outputs
 
-    made.register_vmap(by_sample)
-    return made
+    declared.register_vmap(by_sample)
+    return declared
 
 
 def operator(
@@ -154,33 +154,33 @@ def operator(
         return backward(dout, dlse, inputs, arguments[3:last], read(arguments[last + 3 :]))
 
     saved = ", ".join(f"Tensor {output}" for output in outputs)
-    given, given_backward = (
+    inputs_schema, backward_schema = (
         f"{TENSORS}, {MORE_TENSORS}, {'Tensor unknown, ' if over_ranks else ''}{options}",
         f"Tensor dout, Tensor? dlse, {TENSORS}, {saved}, {MORE_TENSORS}",
     )
 
     def pair(name: str, *tags: torch.Tag) -> Operator:
         return Operator(
-            declare(name, given, len(outputs), run, tags),
-            declare(f"{name}_backward", f"{given_backward}, {options}", 3, run_backward, tags),
+            declare(name, inputs_schema, len(outputs), run, tags),
+            declare(f"{name}_backward", f"{backward_schema}, {options}", 3, run_backward, tags),
         )
 
     plain = pair(name, *(OVER_RANKS if over_ranks else ()))
     reading = plain if over_ranks else pair(name + BY_VALUES, torch.Tag.cudagraph_unsafe)
-    made = plain if over_ranks else _either(plain, reading, last)
-    backward_of = made.backward if through is None else through
-    for each in dict.fromkeys((plain, reading)):
+    operators = plain if over_ranks else _either(plain, reading, last)
+    backward_of = operators.backward if through is None else through
+    for variant in dict.fromkeys((plain, reading)):
         if over_ranks:
-            keep_order(each.forward)
-            keep_order(each.backward)
-        each.forward.register_fake(fake)
-        each.backward.register_fake(fake_backward)
-        each.forward.register_autograd(
+            keep_order(variant.forward)
+            keep_order(variant.backward)
+        variant.forward.register_fake(fake)
+        variant.backward.register_fake(fake_backward)
+        variant.forward.register_autograd(
             lambda ctx, dout, dlse, *_: differentiate(ctx, backward_of, dout, dlse),
             setup_context=partial(save, num_tensors=num_tensors),
         )
-        each.backward.register_autograd(refuse)
-    return made
+        variant.backward.register_autograd(refuse)
+    return operators
 
 
 def _either(plain: Operator, reading: Operator, last: int) -> Operator:
