@@ -134,7 +134,7 @@ def attend_lanes(
     lanes, rows = q.shape[1], q.shape[-2]
     per_row = max(1, known_batch(q.shape[0]) * math.prod(q.shape[2:-2]) * k.shape[-2])
     several = max(1, SCORES // max(1, per_row * rows))
-    most = max(1, SCORES // (per_row * min(several, lanes)))
+    max_rows = max(1, SCORES // (per_row * min(several, lanes)))
     count = -(-lanes // several)
     # Split, not sliced: the gradients of the parts are then put together once.
     split = [
@@ -144,7 +144,7 @@ def attend_lanes(
     for q_l, k_l, v_l, hidden_l, b_l, h_l, q_idx_l, kv_idx_l in zip(*split):
         chunks = [
             attend_rows(q_c, k_l, v_l, hidden=hidden_l, b=b_l, h=h_l, q_idx=q_idx_c, kv_idx=kv_idx_l, call=call)
-            for q_c, q_idx_c in zip(q_l.split(most, dim=-2), q_idx_l.split(most, dim=-2))
+            for q_c, q_idx_c in zip(q_l.split(max_rows, dim=-2), q_idx_l.split(max_rows, dim=-2))
         ]
         outs.append(torch.cat([out for out, _ in chunks], dim=-2))
         lses.append(torch.cat([lse for _, lse in chunks], dim=-1))
@@ -198,9 +198,9 @@ def _attend(
     group, rows = q.shape[-3:-1]
     scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
     scores, visible = _modify(scores, b, h, q_idx=q_idx, kv_idx=kv_idx, score_mod=call.score_mod, mask_mod=call.mask_mod)
-    for seen in (visible, kv_idx <= q_idx if call.is_causal else None, None if hidden is None else ~hidden):
-        if seen is not None:
-            scores = torch.where(seen, scores, -math.inf)
+    for condition in (visible, kv_idx <= q_idx if call.is_causal else None, None if hidden is None else ~hidden):
+        if condition is not None:
+            scores = torch.where(condition, scores, -math.inf)
     weights, lse = normalised(scores, dim=-1)
     if call.dropout_p > 0.0:
         with may_draw():
@@ -268,16 +268,16 @@ def _branch(
     first, branch_of_lane = lane // len(run) * length, Kept(length, rate, offset)
 
     # Padding holds zeros: what other tokens hold must not matter.
-    k_token, beyond = locate(grid.keys, first, branch_of_lane, num_tokens)
-    k, v = (x[:, k_token, kv_head].masked_fill(beyond[..., None], 0.0)[:, :, None] for x in (k, v))
-    hidden = beyond[None] if ignored is None else beyond | ignored[:, k_token]
+    k_token, is_padding = locate(grid.keys, first, branch_of_lane, num_tokens)
+    k, v = (x[:, k_token, kv_head].masked_fill(is_padding[..., None], 0.0)[:, :, None] for x in (k, v))
+    hidden = is_padding[None] if ignored is None else is_padding | ignored[:, k_token]
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
     outs, lses = [], []
     for query in grid.queries.unbind():
-        q_token, beyond = locate(query // group, first, branch_of_lane, num_tokens)
+        q_token, is_padding = locate(query // group, first, branch_of_lane, num_tokens)
         h = kv_head * group + query % group
         arguments = (
-            q[:, q_token, h].masked_fill(beyond[..., None], 0.0)[:, :, None],
+            q[:, q_token, h].masked_fill(is_padding[..., None], 0.0)[:, :, None],
             k,
             v,
             hidden[:, :, None, None, :],
@@ -293,11 +293,12 @@ def _branch(
     out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)  # (B, L, M, D)
 
     head = torch.arange(heads, device=device)
-    own = (head // group - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
-    branch_of_head = Kept(length, rate, offsets[own])
-    kept = branch_of_head.keeps(tokens[:, None]) & (head // group == run.start + own)  # (N, H)
-    index = (tokens // length)[:, None] * len(run) + own, branch_of_head.row(tokens[:, None]) * group + head % group
-    return out[:, index[0], index[1]].masked_fill(~kept[..., None], 0.0), lse[:, index[0], index[1]].masked_fill(~kept, -math.inf)
+    run_head = (head // group - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
+    branch_of_head = Kept(length, rate, offsets[run_head])
+    is_kept = branch_of_head.keeps(tokens[:, None]) & (head // group == run.start + run_head)  # (N, H)
+    lanes = (tokens // length)[:, None] * len(run) + run_head
+    index = slice(None), lanes, branch_of_head.row(tokens[:, None]) * group + head % group
+    return out[index].masked_fill(~is_kept[..., None], 0.0), lse[index].masked_fill(~is_kept, -math.inf)
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ LONGEST = 1 << 40  # tokens
 
 
 class Grid(NamedTuple):
-    """What there is of a branch, numbered from 0. A lane is one key/value head in one segment."""
+    """Indices of the rows of a branch. A lane is one key/value head in one segment."""
 
     lanes: Tensor  # (L,): `segment * heads of the branch + head`
     queries: Tensor  # (parts, M): `row * group + query head of the group` of every query, a part of them at a time

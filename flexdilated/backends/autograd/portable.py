@@ -84,16 +84,16 @@ def _branch(
     lane, batch = softmax % lanes, softmax // (num_segments * lanes)
     start = (softmax // lanes - batch * num_segments) * length  # not by %: the ONNX exporter has none for symbols
     row = torch.arange(num_rows, device=device)
-    token, beyond = locate(row, start, Kept(length, rate, offset[lane]), num_tokens)  # (Z, R)
+    token, is_padding = locate(row, start, Kept(length, rate, offset[lane]), num_tokens)  # (Z, R)
 
     def rows(x: Tensor, head: Tensor) -> Tensor:
-        return x[batch, token, head].to(accumulated(x.dtype)).masked_fill(beyond[..., None], 0.0)  # (Z, R, D)
+        return x[batch, token, head].to(accumulated(x.dtype)).masked_fill(is_padding[..., None], 0.0)  # (Z, R, D)
 
-    visible = ~beyond if ignored is None else ~(beyond | ignored[batch, token])
+    visible = ~is_padding if ignored is None else ~(is_padding | ignored[batch, token])
     if pattern.zero_padding and not flat.is_causal:
         # Rows behind the last token are keys, of zeros: those of a whole segment, or up to a multiple of the rate in a shorter one.
         whole = torch.full((), num_tokens, device=device) > length
-        visible = visible | beyond & (whole | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
+        visible = visible | is_padding & (whole | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
     visible = visible[:, None]
     if flat.is_causal:
         visible = visible & (row <= row[:, None])
@@ -107,11 +107,11 @@ def _branch(
     segment = n // length
     softmax = (torch.arange(batch_size, device=device)[:, None, None] * num_segments + segment) * lanes + lane  # (B, N, h)
     position = n - segment * length - offset  # (N, h), behind the first that is kept
-    kept, row = (position >= 0) & (position % rate == 0), position.clamp(min=0) // rate
-    out = out[softmax, row].masked_fill(~kept[..., None], 0.0)
-    lse = lse[softmax, row].masked_fill(~kept, -math.inf)
-    beside = (first, q.shape[2] - first - lanes)  # the heads that run other branches
-    return torch.nn.functional.pad(out, (0, 0, *beside)), torch.nn.functional.pad(lse, beside, value=-math.inf)
+    is_kept, row = (position >= 0) & (position % rate == 0), position.clamp(min=0) // rate
+    out = out[softmax, row].masked_fill(~is_kept[..., None], 0.0)
+    lse = lse[softmax, row].masked_fill(~is_kept, -math.inf)
+    head_padding = (first, q.shape[2] - first - lanes)  # the heads that run other branches
+    return torch.nn.functional.pad(out, (0, 0, *head_padding)), torch.nn.functional.pad(lse, head_padding, value=-math.inf)
 
 
 def _heads(flat: Flat, branch: int, within: range) -> range:

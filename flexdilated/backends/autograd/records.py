@@ -26,7 +26,7 @@ Attend = Callable[..., tuple[Tensor, Tensor]]  # of tensors and, at last, a call
 
 
 class _Slot(int):
-    """The number of a tensor in a record."""
+    """The index of a tensor in a record."""
 
 
 def _storage(x: Tensor) -> int:
@@ -35,10 +35,10 @@ def _storage(x: Tensor) -> int:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator modifies."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (x for x in tree_leaves(given.get(argument.name)) if isinstance(x, Tensor))
+            yield from (x for x in tree_leaves(values.get(argument.name)) if isinstance(x, Tensor))
 
 
 def _refuse_script(name: str, node: Any, start: int) -> None:
@@ -49,12 +49,12 @@ def _refuse_script(name: str, node: Any, start: int) -> None:
         node: Where the gradient of its result begins.
         start: The number of autograd's first node that belongs to the function.
     """
-    nodes, seen = [node], set()
+    nodes, visited = [node], set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or node._sequence_nr() < start:
+        if node is None or node in visited or node._sequence_nr() < start:
             continue
-        seen.add(node)
+        visited.add(node)
         if "DifferentiableGraph" in node.name():
             raise NotImplementedError(
                 f"{name} must not call TorchScript where it learns, got a function of torch.jit; call its Python"
@@ -119,8 +119,8 @@ class _Record(TorchDispatchMode):
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and x not in self._slots:
                 self._new_slot(x)
-        again = torch.ops.aten.lift_fresh_copy.default if func is torch.ops.aten.lift_fresh.default else func
-        self._steps.append((again, *inputs, tree_map(self._slot, result)))
+        replayed = torch.ops.aten.lift_fresh_copy.default if func is torch.ops.aten.lift_fresh.default else func
+        self._steps.append((replayed, *inputs, tree_map(self._slot, result)))
         return result
 
     def replay(self, held: Sequence[Tensor], *arguments: Tensor) -> Tensor:
@@ -177,10 +177,10 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
 
     def again(tensors: Sequence[Tensor | None], held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         functions: dict[str, Any] = {}
-        at = 0
+        start = 0
         for name, record in records.items():
-            functions[name] = _bound(record, held[at : at + len(record.held)])
-            at += len(record.held)
+            functions[name] = _bound(record, held[start : start + len(record.held)])
+            start += len(record.held)
         with without_autocast(device, traced_before=True), _drawing_from(state, device):
             return attend(*tensors, call._replace(**functions))
 
@@ -215,7 +215,7 @@ def _bound(record: _Record, held: Sequence[Tensor]) -> Callable[..., Tensor]:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Results as they are; the backward computes them again."""
+    """Return `results` unchanged; the backward computes them again by `again`, under autograd."""
 
     @staticmethod
     def forward(ctx: Any, again: Any, results: tuple[Tensor, Tensor], count: int, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -234,12 +234,12 @@ class _Recomputed(torch.autograd.Function):
             results = ctx.again(tensors[: ctx.count], tensors[ctx.count :])
         inputs = [x for x, need in zip(tensors, needs) if need]
         pairs = [(x, dx) for x, dx in zip(results, (dout, dlse)) if x.requires_grad]
-        outputs, given = zip(*pairs) if pairs else ((), ())
-        found = iter(torch.autograd.grad(outputs, inputs, given, create_graph=create_graph, allow_unused=True))
-        grads = [next(found) if need else None for need in needs]
+        outputs, output_grads = zip(*pairs) if pairs else ((), ())
+        input_grads = iter(torch.autograd.grad(outputs, inputs, output_grads, create_graph=create_graph, allow_unused=True))
+        grads = [next(input_grads) if need else None for need in needs]
         # A score function may ignore the scores: the gradient of q and k is then 0.
-        own = [torch.zeros_like(x) if need and dx is None else dx for x, need, dx in zip(tensors[: ctx.count], needs, grads)]
-        return None, None, None, *own, *grads[ctx.count :]
+        filled = [torch.zeros_like(x) if need and dx is None else dx for x, need, dx in zip(tensors[: ctx.count], needs, grads)]
+        return None, None, None, *filled, *grads[ctx.count :]
 
 
 def _alone(x: Tensor, *, create_graph: bool) -> Tensor:

@@ -61,9 +61,9 @@ def _in_their_names(call: Call) -> Iterator[None]:
             f"each float, got more than {kernel.GRAPHS_LIMIT} of them; hold torch.tensor(number), or use backend='sdpa'"
         ) from error
     except TorchDynamoException as error:
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise NotImplementedError(
-            f"score_mod and mask_mod must be functions that flex_attention compiles for backend='flex', got: {said}; "
+            f"score_mod and mask_mod must be functions that flex_attention compiles for backend='flex', got: {reason}; "
             "use backend='sdpa'"
         ) from error
 
@@ -166,12 +166,12 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
     user_score, user_mask = call.score_mod, call.mask_mod
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = joined(b, h, q_idx, kv_idx)
+        visible = joined(b, h, q_idx, kv_idx)
         if ignored is not None:
-            seen = seen & ~ignored[b, kv_idx]
+            visible = visible & ~ignored[b, kv_idx]
         if user_mask is not None:
-            seen = seen & user_mask(b, h, q_idx + first, kv_idx + first)
-        return seen
+            visible = visible & user_mask(b, h, q_idx + first, kv_idx + first)
+        return visible
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if user_score is not None:
@@ -268,14 +268,14 @@ def _lanes(
         return token_of[lane] + row // length * segment_stride + row % length * stride
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = q_idx // length == kv_idx // length
+        visible = q_idx // length == kv_idx // length
         if is_causal:
-            seen = seen & (q_idx >= kv_idx)
+            visible = visible & (q_idx >= kv_idx)
         if ignored is not None:
-            seen = seen & ~ignored[batch_of[b], position(b, kv_idx)]
+            visible = visible & ~ignored[batch_of[b], position(b, kv_idx)]
         if user_mask is not None:
-            seen = seen & user_mask(batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
-        return seen
+            visible = visible & user_mask(batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
+        return visible
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         assert user_score is not None

@@ -52,19 +52,19 @@ def graph_stage(device: torch.device) -> Literal["none", "warm-up", "capture"]:
 def _groups(pieces: tuple[Piece, ...], warms: bool) -> tuple[Group, ...]:
     launches = together(pieces)
     if warms:
-        launches = [part for some in launches for part in (some[-1:], some[:-1]) if part]
-    return tuple(_group(some) for some in launches)
+        launches = [part for launch in launches for part in (launch[-1:], launch[:-1]) if part]
+    return tuple(_group(launch) for launch in launches)
 
 
 def together(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """The pieces of each launch, those of the longest segments first, so that no long piece is left for the end."""
-    alike: dict[tuple[int, bool], list[Piece]] = {}
+    by_branch: dict[tuple[int, bool], list[Piece]] = {}
     for piece in pieces:
-        alike.setdefault((piece.branch, piece.rows >= LEAST_DESCRIBED_ROWS), []).append(piece)
-    found: list[list[Piece]] = []
-    for some in alike.values():
-        found += [sorted(some, key=lambda piece: -piece.rows)] if len(some) >= LEAST else [[piece] for piece in some]
-    return found
+        by_branch.setdefault((piece.branch, piece.rows >= LEAST_DESCRIBED_ROWS), []).append(piece)
+    launches: list[list[Piece]] = []
+    for group in by_branch.values():
+        launches += [sorted(group, key=lambda piece: -piece.rows)] if len(group) >= LEAST else [[piece] for piece in group]
+    return launches
 
 
 def _group(pieces: list[Piece]) -> Group:
