@@ -16,25 +16,25 @@ from flexdilated.core.tracing import uncached
 
 
 class Piece(NamedTuple):
-    """Dense attention over one box of rows: `segments x offsets x heads` independent softmaxes of `rows` queries and keys.
+    """`segments x offsets x heads` independent softmaxes of `rows` queries and `rows` keys each, a strided box of `(B, N, H, D)`.
 
-    Row `l` of segment `s`, offset `c`, head `j` is token `token + s * segment_stride + c + l * row_stride` of key/value head
+    Row `l` in segment `s`, offset `c` and head `j` is token `token + s * segment_stride + c + l * row_stride` of key/value head
     `head + c * offset_head_step + j * head_step`.
     """
 
-    token: int  # of row 0, segment 0, offset 0
+    token: int  # token of segment 0, offset 0, row 0
     segments: int
-    segment_stride: int  # tokens
-    offsets: int  # neighbouring offsets, one token apart
-    offset_head_step: int  # key/value heads
-    head: int  # key/value head of the first offset
-    heads: int  # of each offset
-    head_step: int  # key/value heads
+    segment_stride: int  # tokens from one segment to the next
+    offsets: int  # number of consecutive offsets, one token apart
+    offset_head_step: int  # key/value heads from the first head of one offset to that of the next
+    head: int  # first key/value head of the first offset
+    heads: int  # heads per offset
+    head_step: int  # key/value heads from one head of an offset to the next
     rows: int  # queries, and keys, of one softmax
-    row_stride: int  # tokens: the dilation rate
-    zero_keys: int  # torchscale's zero keys, which take part in every softmax
-    covers: bool  # one of the first pieces, which together hold every position of every head once
-    branch: int  # number of its branch; pieces of one branch share no output
+    row_stride: int  # tokens from one row to the next: the dilation rate
+    zero_keys: int  # number of torchscale's zero keys in every softmax
+    covers: bool  # belongs to the first branch, whose pieces hold every position of every head exactly once
+    branch: int  # index into `pattern.branches`; pieces of one branch have no output row in common
 
 
 Documents = tuple[tuple[int, int], ...]  # of each `(first token, number of tokens)`
