@@ -73,11 +73,9 @@ def choose(backend: str, request: Request, *, divided: bool = False) -> str:
         NotImplementedError: If the named engine cannot run the request; the message has its reason.
     """
     if backend == "auto":
-        table = BY_OPERATIONS if request.modified or request.transformed else BACKENDS
         reasons = {}
         for name in prefer(request):
-            is_whole = divided and name not in KERNEL_ENGINES
-            reasons[name] = WHOLE if is_whole else table.get(name, BACKENDS[name])(request)
+            reasons[name] = WHOLE if divided and name not in KERNEL_ENGINES else why_not(name, request)
             if reasons[name] is None:
                 reasons[name] = unproven(name, request) or (triton_engine.why_not_unasked(request) if name == "triton" else None)
             if reasons[name] is None:

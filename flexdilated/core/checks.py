@@ -54,8 +54,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
     dtype = autocast_dtype(q.device)
     if dtype is not None:  # as in a matrix product, which leaves float64 alone
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    if not q.dtype == k.dtype == v.dtype:
-        check_dtypes(q, k, v)
+    check_dtypes(q, k, v)
     learns = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
     return q, k, v, call._replace(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, learns=learns)

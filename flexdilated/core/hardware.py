@@ -81,9 +81,7 @@ def recommended_dtype(hardware: Hardware) -> torch.dtype:
 def autocast_dtype(device: torch.device | str) -> torch.dtype | None:
     """The dtype that `torch.autocast` gives matrix products on a device; None where it is off, or unknown as on the meta device."""
     device_type = torch.device(device).type
-    # The compiler of torch 2.9 cannot trace the question.
-    known = device_type in AUTOCAST if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device_type)
-    return torch.get_autocast_dtype(device_type) if known and torch.is_autocast_enabled(device_type) else None
+    return torch.get_autocast_dtype(device_type) if _has_autocast(device_type) and torch.is_autocast_enabled(device_type) else None
 
 
 def without_autocast(device: torch.device, *, traced_before: bool = False) -> AbstractContextManager[object]:

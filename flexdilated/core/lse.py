@@ -45,6 +45,14 @@ def add_zero_keys_(out: Tensor, lse: Tensor, count: int) -> None:
     lse.copy_(total)
 
 
+def with_zero_keys(out: Tensor, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`add_zero_keys_` out of place, differentiable; out and lse unchanged if `count` is 0."""
+    if not count:
+        return out, lse
+    shares, total = normalised(torch.stack([lse, torch.full_like(lse, math.log(count))]), dim=0)
+    return out * shares[0, ..., None].to(out.dtype), total[0]
+
+
 def normalised(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """`softmax(scores)` and `logsumexp(scores)` along a dim, which is kept: 0 and -inf where all are -inf, also their gradients.
 

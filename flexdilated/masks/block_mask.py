@@ -16,7 +16,7 @@ from flexdilated.core.integers import is_integer
 from flexdilated.core.pattern import DilatedPattern, decode, encode
 from flexdilated.core.tracing import uncached
 from flexdilated.masks.blocks import BlockLists, Order, block_lists, head_branches, most_columns
-from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding
+from flexdilated.masks.functions import checked, mask_mod_of
 
 LARGE = 1 << 22  # entries: 16 MiB
 TILE = 16  # the least that Triton's matrix product takes
@@ -53,31 +53,23 @@ def create_dilated_block_mask(
         NotImplementedError: As `dilated_mask_mod`; or, inside `torch.compile`, for a block size other than 128.
     """
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    refuse_zero_padding(pattern, num_kv_heads, seq_len, is_causal)
     sizes = _block_sizes(BLOCK_SIZE)
     device = torch.empty(0, device=device).device  # with its index
     if device.type != "cpu" and any(size % TILE for size in sizes):
         raise ValueError(f"BLOCK_SIZE must be a multiple of {TILE} on {device}, the least tile of its kernels, got {BLOCK_SIZE}")
-    if torch.compiler.is_compiling():
-        if sizes != (128, 128):
-            raise NotImplementedError(f"BLOCK_SIZE must be 128 inside torch.compile, got {BLOCK_SIZE}; build the mask outside")
-        mask_mod = uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
-        return block_mask_for(
-            pattern, num_heads, num_kv_heads, seq_len=seq_len, is_causal=is_causal, device=device, mask_mod=mask_mod, narrows=False
-        )
-    kv, q = _lists(
-        _Wanted(
-            pattern=pattern,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            seq_len=seq_len,
-            is_causal=is_causal,
-            sizes=sizes,
-            device=device,
-            separate_full=True,
-        )
+    if torch.compiler.is_compiling() and sizes != (128, 128):
+        raise NotImplementedError(f"BLOCK_SIZE must be 128 inside torch.compile, got {BLOCK_SIZE}; build the mask outside")
+    return block_mask_for(
+        pattern,
+        num_heads,
+        num_kv_heads,
+        seq_len=seq_len,
+        is_causal=is_causal,
+        device=device,
+        mask_mod=uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal),
+        narrows=False,
+        sizes=sizes,
     )
-    return assemble(kv, q, (seq_len, seq_len), sizes, mask_mod_of(pattern, num_heads, num_kv_heads, is_causal))
 
 
 def block_mask_for(
@@ -90,13 +82,13 @@ def block_mask_for(
     mask_mod: MaskMod,
     *,
     narrows: bool,
+    sizes: tuple[int, int] = (128, 128),
 ) -> BlockMask:
     """The blocks of a pattern under a mask function of one's own, as calls of `flex_attention` in this package need them.
 
-    The function `narrows` where it takes pairs away that the pattern joins: then no block is known to be full. Under the compiler
-    the lists come from an opaque operator: the graph holds for other lengths, and nothing of it is traced.
+    `narrows`: whether the function removes pairs that the pattern joins; then every block is listed as partial. Under the compiler,
+    with blocks of 128, the lists come from an opaque operator: one graph serves every length.
     """
-    sizes = (128, 128)
     if not torch.compiler.is_compiling():
         kv, q = _lists(
             _Wanted(

@@ -28,7 +28,7 @@ from flexdilated.core.call import Call, MaskMod, ScoreMod, documents, refuse_com
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw
 from flexdilated.core.hardware import without_autocast
-from flexdilated.core.lse import accumulated, mix_branches, normalised
+from flexdilated.core.lse import accumulated, mix_branches, normalised, with_zero_keys
 from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_symbolic, refuse_traced_derivatives
 
@@ -113,10 +113,7 @@ def attend_piece(
     pairs = position[None, :, :, None, None, :, None], position[None, :, :, None, None, None, :]
     rows = read(q, piece, group=group), read(k, piece), read(v, piece)
     out, lse = attend_lanes(*rows, hidden, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call)
-    if not piece.zero_keys:
-        return out, lse
-    shares, lse = normalised(torch.stack([lse, torch.full_like(lse, math.log(piece.zero_keys))]), dim=0)
-    return out * shares[0, ..., None], lse[0]
+    return with_zero_keys(out, lse, piece.zero_keys)
 
 
 def attend_lanes(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
         functions: dict[str, Any] = {}
         start = 0
         for name, record in records.items():
-            functions[name] = _bound(record, held[start : start + len(record.held)])
+            functions[name] = partial(record.replay, held[start : start + len(record.held)])
             start += len(record.held)
         with without_autocast(device, traced_before=True), _drawing_from(state, device):
             return attend(*tensors, call._replace(**functions))
@@ -208,10 +209,6 @@ def _drawing_from(state: Tensor | None, device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng(devices=[device], device_type=device.type):
             torch.get_device_module(device).set_rng_state(state, device)
             yield
-
-
-def _bound(record: _Record, held: Sequence[Tensor]) -> Callable[..., Tensor]:
-    return lambda *arguments: record.replay(held, *arguments)
 
 
 class _Recomputed(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.core.call import Call, ScoreMod, documents, refuse_compiled_borders
 from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.hardware import without_autocast
+from flexdilated.core.lse import with_zero_keys
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.core.tracing import TRACES_FUNCTIONS, uncached
@@ -238,14 +238,6 @@ def attend_piece(
     out = rearrange(out, f"{order} d -> b s o h g r d", **sizes)
     lse = rearrange(lse, f"{order} -> b s o h g r", **sizes)
     return with_zero_keys(out, lse, piece.zero_keys)
-
-
-def with_zero_keys(out: Tensor, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Out `(..., D)` and lse `(...)` after so many keys of score 0 and value 0 more."""
-    if not count:
-        return out, lse
-    total = torch.logaddexp(lse, torch.full_like(lse, math.log(count)))
-    return out * torch.exp(lse - total)[..., None].to(out.dtype), total
 
 
 def _lanes(

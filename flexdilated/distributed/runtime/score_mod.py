@@ -23,6 +23,7 @@ from flexdilated.core.call import Call
 from flexdilated.core.checks import call_mod, first_pair, refuse_zero_keys
 from flexdilated.core.custom_op import GRADIENT_MESSAGE, Inputs
 from flexdilated.core.hardware import without_autocast
+from flexdilated.core.lse import with_zero_keys
 from flexdilated.core.pieces import plan_pieces
 from flexdilated.distributed.planner.plan import ContextPlan
 from flexdilated.distributed.planner.tasks import local_pieces
@@ -147,7 +148,7 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
             task.queries[0],
             scheduled.keys[0].first,
         )
-        out, lse = flex.with_zero_keys(*attend_rows(q, k, v, hidden, places, call), task.zero_keys)
+        out, lse = with_zero_keys(*attend_rows(q, k, v, hidden, places, call), task.zero_keys)
         return buffers.unfolded(out, scheduled), buffers.unfolded(lse, scheduled)
     q, k, v = (x.unflatten(0, (batch, lanes)) for x in (q, k, v))  # b lane group row d
     hidden = None if hidden is None else hidden.view(batch, lanes, 1, 1, -1)
