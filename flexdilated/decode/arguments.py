@@ -112,7 +112,7 @@ def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
 
 
 def check_lengths(lengths: Tensor | None, cache_lengths: Tensor, num_tokens: int) -> None:
-    """Raise unless `lengths` say how many of `num_tokens` each sequence of `held` `(B,)` gets.
+    """Raise unless `lengths` `(B,)` are in `[0, num_tokens]`; `cache_lengths` `(B,)`: tokens in the cache.
 
     Raises:
         ValueError: If the shape is wrong, or a number out of range.

@@ -257,7 +257,7 @@ class DilatedKVCache:
     def _attend_shards(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, call: Call, shards: tuple[int, ...]
     ) -> Tensor:
-        """Tokens in shards, one on each rank."""
+        """`attend` for new tokens in shards, one shard on each rank."""
         ranks, num_local = self._ranks, q.shape[1]
         assert ranks is not None
         start = sum(shards[: ranks.rank])
@@ -268,14 +268,14 @@ class DilatedKVCache:
         if not self._is_empty:
             q, k, v = ranks.whole(torch.cat([q, k, v], dim=2), shards).split([x.shape[2] for x in (q, k, v)], dim=2)
             return self._attend(q, k, v, lengths, call)[:, start : start + num_local]
-        if torch.compiler.is_compiling():  # rows are dealt by where they are found
+        if torch.compiler.is_compiling():  # the messages depend on the positions
             return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, call, shards)
         new, added, is_real = read_new(self._lengths, self.max_length, k, v=v, lengths=lengths, start=start, num_tokens=sum(shards))
         out = ranks.attend(q, new.k, new.v, call._replace(shard_lengths=shards))
         marks = ranks.marks(new, added, shards)
         if marks is not None:
             out = self._with_marks(out, marks, start)
-        ranks.deal(self._stores, new, added, shards)
+        ranks.distribute(self._stores, new, added, shards)
         self._lengths += added
         self._is_empty = False
         self._past.clear()
@@ -420,7 +420,7 @@ class DilatedKVCache:
             num_kept += self._past[i].new.k.shape[1]
 
     def _go_back(self, new_lengths: Tensor) -> None:
-        """Return to the state before the recorded calls, then store their tokens again up to `kept` `(B,)`."""
+        """Return to the state before the recorded calls, then store their tokens again up to `new_lengths` `(B,)`."""
         for past in reversed(self._past):
             for store, overwritten in zip(self._stores, past.stores):
                 store.put_back(overwritten)

@@ -81,7 +81,7 @@ class Ranks:
         return attend(q, k, v, call._replace(mesh=self.mesh, exchange=self.exchange))[0]
 
     def whole(self, x: Tensor, lengths: Sequence[int], dim: int = 1) -> Tensor:
-        """The shards of all ranks, on each."""
+        """The concatenated shards of all ranks, on every rank."""
         return unshard_sequence(x, self.mesh, dim=dim, shard_lengths=lengths)
 
     def marks(self, new: Tokens, added: Tensor, lengths: Sequence[int]) -> Tensor | None:
@@ -99,26 +99,26 @@ class Ranks:
             return None
         return self.whole(new.is_marked, lengths)
 
-    def deal(self, stores: Sequence[Store], new: Tokens, end: Tensor, lengths: Sequence[int]) -> None:
+    def distribute(self, stores: Sequence[Store], new: Tokens, end: Tensor, lengths: Sequence[int]) -> None:
         """From the first `end` `(B,)` tokens of a sharded sequence, store the rows in the segment of the last token.
 
-        `new` is this rank's shard; each row goes to the rank that it is dealt to.
+        `new` is this rank's shard; each row goes to the rank that stores it.
         """
         shards = [range(first, last) for first, last in pairwise(accumulate(lengths, initial=0))]
 
-        def inside(positions: Tensor, shard: range) -> Tensor:
-            """The tokens of a shard that positions are, or -1."""
+        def index_in(positions: Tensor, shard: range) -> Tensor:
+            """The index in a shard of each position, -1 if it is in another one."""
             return torch.where((positions >= shard.start) & (positions < shard.stop), positions - shard.start, -1)
 
         shard_local, width = shards[self.rank], 2 * new.k.shape[3] + 1
         sends = {
-            peer: torch.cat([store.taken(new, inside(store.last_positions(peer, end), shard_local)) for store in stores])
+            peer: torch.cat([store.taken(new, index_in(store.last_positions(peer, end), shard_local)) for store in stores])
             for peer in range(self.size)
         }
         positions_by_store = [store.last_positions(self.rank, end) for store in stores]
         # Looked up twice, since the places of all peers at once are as large as all rows for each of them.
         rows = {
-            peer: [int((inside(positions, shard) >= 0).sum()) for positions in positions_by_store]
+            peer: [int((index_in(positions, shard) >= 0).sum()) for positions in positions_by_store]
             for peer, shard in enumerate(shards)
         }
         receives = {peer: new.k.new_empty(sum(counts), width) for peer, counts in rows.items()}
@@ -126,7 +126,7 @@ class Ranks:
         self.swap(sends, {peer: message for peer, message in receives.items() if peer != self.rank})
         for peer, message in receives.items():
             for store, positions, part in zip(stores, positions_by_store, message.split(rows[peer])):
-                store.place(part, inside(positions, shards[peer]))
+                store.place(part, index_in(positions, shards[peer]))
         for store in stores:
             store.hold(end)
 
@@ -145,7 +145,7 @@ class Ranks:
             compare(group, q.device, Fields(described), (number,))
 
     def _with(self, call: Call) -> str:
-        """The cache, and whether there are sinks, whose scores are not compared."""
+        """The description of the cache, and whether there are sinks. Their scores are not compared."""
         return self._described if call.sinks is None else f'{self._described[:-1]}, "sinks": true}}'
 
     def merged(self, parts: Tensor, lengths: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -168,16 +168,16 @@ def merge_parts(parts: Tensor) -> Tensor:
     return (weights * out).sum(dim=0) / total.masked_fill(total == 0.0, 1.0)
 
 
-def draw_alike(mesh: DeviceMesh, following: Tensor, *terms: object) -> Tensor:
-    """The tokens `(B,)` that rank 0 has drawn, on every rank.
+def draw_alike(mesh: DeviceMesh, following: Tensor, *settings: object) -> Tensor:
+    """The tokens `(B,)` that rank 0 drew, on every rank.
 
     Raises:
-        ValueError: If the ranks draw by other terms: some would go on where others end.
+        ValueError: If the ranks draw under other settings: some would go on where others end.
     """
-    row = torch.cat([following, following.new_tensor([zlib.crc32(repr(terms).encode())])])
+    row = torch.cat([following, following.new_tensor([zlib.crc32(repr(settings).encode())])])
     rows = unshard_sequence(row[None], mesh, dim=0)
     if not bool((rows[:, -1] == rows[0, -1]).all()):
-        raise ValueError(f"max_new_tokens, stop_tokens and pad_token must be the same on all ranks, got {terms} here")
+        raise ValueError(f"max_new_tokens, stop_tokens and pad_token must be the same on all ranks, got {settings} here")
     return rows[0, :-1]
 
 
@@ -185,7 +185,7 @@ def check_same(
     rows: Tensor,
     ranks: Sequence[int],
     what: str = "lengths of a cache and of a call",
-    how: str = "",
+    prefix: str = "",
     hint: str = "every rank makes the same calls",
 ) -> None:
     """Raise if lengths of caches and of new tokens, `(ranks, ...)`, differ between ranks, whose numbers are `ranks`.
@@ -199,7 +199,7 @@ def check_same(
     elif not bool(is_same.all()):
         other = int(is_same.int().argmin())
         raise ValueError(
-            f"{what} must be the same on all ranks, got {how}{rows[0].tolist()} on rank {ranks[0]} and "
+            f"{what} must be the same on all ranks, got {prefix}{rows[0].tolist()} on rank {ranks[0]} and "
             f"{rows[other].tolist()} on rank {ranks[other]}; {hint}"
         )
 

@@ -69,15 +69,16 @@ class Store:
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        """Of those of `heads` that run the branches, of `num_heads` in the model, and sequences of at most `max_length` tokens.
+        """Allocate the rows of the heads among `heads` that run the branches.
 
-        `like` `(B, ..., D)` has the batch size, head dim, dtype and device. `self.heads` are counted from the first of `heads`.
+        `num_heads`: heads of the model. `max_length`: tokens of the longest sequence. `like` `(B, ..., D)` has the batch size, head
+        dim, dtype and device. `self.heads` count from the first of `heads`.
         """
         self.rank, self.num_ranks = rank, num_ranks
         device, batch_size, head_dim = like.device, like.shape[0], like.shape[-1]
-        of_model = [head for head in pattern.head_range(branches[0], num_heads) if head in heads]
-        first = of_model[0] - heads.start
-        self.num_kv_heads, self.heads = len(heads), range(first, first + len(of_model))
+        model_heads = [head for head in pattern.head_range(branches[0], num_heads) if head in heads]
+        first = model_heads[0] - heads.start
+        self.num_kv_heads, self.heads = len(heads), range(first, first + len(model_heads))
         self.branches = [pattern.segments("DilatedKVCache")[i] for i in branches]
         longest = math.inf if max_length is None else max_length
         self.rows = [-(-num_kept(int(min(w, longest)), r, 0) // num_ranks) for w, r in self.branches]
@@ -86,7 +87,7 @@ class Store:
         self.k, self.v = (torch.zeros(shape, dtype=like.dtype, device=device) for _ in range(2))
         self.is_marked = torch.zeros(*shape[:3], 1, dtype=torch.bool, device=device)
         self.held = torch.full((batch_size, len(branches)), -1, dtype=torch.int64, device=device)
-        offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in of_model]
+        offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in model_heads]
         self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
         self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (
             torch.tensor(values, device=device)
@@ -116,8 +117,8 @@ class Store:
 
     def keeps(self, positions: Tensor) -> Tensor:
         """Whether a head's branch keeps a position: `(B, heads, T, branches)` of `(B, T)`."""
-        kept = Kept(self.lengths_of_segments, self.rates, self.offsets[:, None])
-        return kept.keeps(positions[:, None, :, None])
+        branches = Kept(self.lengths_of_segments, self.rates, self.offsets[:, None])
+        return branches.keeps(positions[:, None, :, None])
 
     def attend(
         self,
@@ -127,7 +128,7 @@ class Store:
         call: Call,
         new: Tokens | None = None,
     ) -> Tensor:
-        """What queries `(B, T, H, D)` of these heads at `positions` `(B, T)` see: `(B, T, heads * group, D)`.
+        """Attention of queries `(B, T, H, D)` at `positions` `(B, T)` in these heads: `(B, T, heads * group, D)`.
 
         Stored rows below position `lengths` `(B,)`, and the queries' own tokens where they are not stored yet. Those stand once per
         branch, so that each counts as often as branches join the pair.
@@ -280,10 +281,10 @@ class Store:
         return None
 
     def select(self, indices: Tensor) -> None:
-        """Hold what the sequences `indices` hold, in that order; their number may change."""
+        """Replace the sequences by those at `indices`, in that order; their number may change."""
         self.k, self.v, self.is_marked, self.held = (x.index_select(0, indices) for x in (*self.rows_held, self.held))
 
     def _own_rows(self, new: Tokens) -> tuple[Tensor, ...]:
-        """What `rows_held` holds of new tokens, `(B, heads, T, D)` and `(B, heads, T, 1)`: the heads of this store."""
+        """k, v `(B, heads, T, D)` and marks `(B, heads, T, 1)` of new tokens in the heads of this store."""
         heads = slice(self.heads.start, self.heads.stop)
         return tuple(x[:, :, heads].transpose(1, 2) for x in (new.k, new.v, new.is_marked[..., None]))

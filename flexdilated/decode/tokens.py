@@ -49,8 +49,9 @@ def read_new(
     start: int = 0,
     num_tokens: int | None = None,
 ) -> tuple[Tokens, Tensor, Tensor | None]:
-    """New tokens behind `held` `(B,)` others, from the `start`-th of `num_tokens` on; `(B,)`, how many a sequence has; `(B, T)`,
-    which are no padding."""
+    """`(tokens, added, is_real)`: new tokens after `cached` `(B,)` others, `(B,)` their number, and `(B, T)` which are no padding.
+
+    k and v hold the tokens from the `start`-th of `num_tokens` on. `is_real` is None without padding."""
     num_tokens = k.shape[1] if num_tokens is None else num_tokens
     added = torch.full_like(cached, num_tokens) if lengths is None else lengths
     if max_length is not None:

@@ -170,7 +170,7 @@ def _shapes(inputs: Inputs, options: tuple[Flat, RankContext]) -> tuple[Tensor, 
 
 
 def _received_size(inputs: Inputs, flat: Flat, context: RankContext) -> Any:
-    """Elements that the forward leaves to the backward, as far as they are known before it runs."""
+    """Number of elements that the forward saves for the backward; a symbol if it is known only at run time."""
     q = inputs.q
     if not context.keeps:
         return 0

@@ -43,7 +43,7 @@ class Fields:
         return 2 * ((int.from_bytes(self.digest[:8], "big") + number) % TAGS) + backward
 
     def shown(self) -> bytes:
-        """Each field as `shown`, as JSON; the fields of a dict as `name.key`."""
+        """The fields as JSON, each value as the function `shown` writes it; the fields of a dict as `name.key`."""
         texts: dict[str, str] = {}
         for name, value in self._values.items():
             inner = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
@@ -95,7 +95,7 @@ def miss_call(group: dist.ProcessGroup) -> None:
 def compare(
     group: dist.ProcessGroup, device: torch.device, fields: Fields, numbers: Sequence[int] = (), *, each_time: bool = False
 ) -> None:
-    """Return when all ranks of a group are known to hold the same fields; at once if they have been compared before.
+    """Compare fields over the ranks of a group; return immediately if these fields have been compared before.
 
     This collective is the first operation of the group on this device: NCCL makes its communicator there, which needs all ranks.
 
@@ -122,12 +122,12 @@ def compare(
     if key in compared and device.type != "cpu":
         torch._assert_async((rows == rows[0]).all(), "ranks must make the same calls in the same order over a mesh")
         return
-    of_ranks: list[list[int]] = rows.tolist()
-    if any(row != of_ranks[0] for row in of_ranks):
-        texts = _gathered(group, device, text.ljust(max(row[2] for row in of_ranks)))
+    rows_of_ranks: list[list[int]] = rows.tolist()
+    if any(row != rows_of_ranks[0] for row in rows_of_ranks):
+        texts = _gathered(group, device, text.ljust(max(row[2] for row in rows_of_ranks)))
         plans = [json.loads(bytes(encoded)) for encoded in texts.tolist()]
         for column, name in enumerate(COUNTED):
-            plans = [{**plan, name: str(row[column])} for plan, row in zip(plans, of_ranks)]
+            plans = [{**plan, name: str(row[column])} for plan, row in zip(plans, rows_of_ranks)]
         raise ValueError(f"ranks must agree on {'; on '.join(differences(dist.get_process_group_ranks(group), plans))}")
     compared[key] = None
     if len(compared) > MOST_PLANS:
@@ -157,7 +157,7 @@ def differences(ranks: Sequence[int], plans: Sequence[Mapping[str, str]]) -> lis
 
 
 def named(ranks: Sequence[int]) -> str:
-    """For example `rank 3`, or `ranks 0, 2`."""
+    """Ranks as text: `rank 3`, or `ranks 0, 2`."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {short([str(rank) for rank in ranks], ', ', 'ranks')}"
 
 

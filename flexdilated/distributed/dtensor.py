@@ -29,14 +29,14 @@ class _Layout(NamedTuple):
         return self.dims.index(dim) if dim in self.dims else None
 
     def place(self, axis: int) -> int:
-        """Of this rank on an axis."""
+        """The coordinate of this rank on an axis."""
         places = self.mesh.get_coordinate()
         assert places is not None  # it holds a part of q
         return places[axis]
 
 
 def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call, Wrap]:
-    """The local parts of DTensors, the call of those, and what makes DTensors of its `out` and `lse`: of the same placements.
+    """The local tensors of DTensors q, k and v, the call on them, and the `Wrap` that makes DTensors of its results.
 
     Raises:
         TypeError: If only some of q, k and v are DTensors.
@@ -102,7 +102,7 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
 
 
 class Wrap(NamedTuple):
-    """`out` and `lse` as DTensors: of which mesh, placements and shape q is, and which dims its axes shard."""
+    """Makes DTensors of local `out` and `lse`: mesh, placements and shape of q, and the dim that each axis shards."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -110,7 +110,7 @@ class Wrap(NamedTuple):
     dims: tuple[int | None, ...]
 
     def around(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The whole of what this rank has its part of."""
+        """DTensors of which `out` and `lse` are this rank's part."""
         whole = self._whole(out, self.placements, self.shape)
         if lse is None:
             return whole, None
@@ -164,7 +164,7 @@ def _heads(q: DTensor, k: DTensor, layout: _Layout) -> tuple[int, int | None]:
 
 
 def _with_heads_from(first: int, q: Tensor, call: Call) -> Call:
-    """The call with functions that are told heads of the model, where q holds those from the first on."""
+    """The call with functions that receive head numbers of the model; q holds the heads from `first` on."""
     check_mods(call.score_mod, call.mask_mod, q)  # what is wrong with them they would say later, from inside
     score, mask = call.score_mod, call.mask_mod
     return call._replace(
@@ -180,5 +180,5 @@ def _chunks(length: int, parts: int) -> Sequence[int]:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     return tuple(accumulate(reversed((*shape[1:], 1)), lambda a, b: a * b))[::-1]

@@ -32,7 +32,7 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def one_of_equal(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The first mesh that was given here over the same process group.
+    """The first mesh that this function received over the same process group.
 
     `axes["cp"]` is a new object each time, and graphs are guarded by the object: modules that hold one each would be compiled anew
     for each. What is no axis, or not usable, comes back as it is; the calls refuse it.

@@ -16,7 +16,7 @@ Batch = TypeVar("Batch")
 
 
 def even_shard_lengths(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
-    """Lengths as equal as can be, the first ones one longer: `even_shard_lengths(7, 3) == (3, 2, 2)`.
+    """Shard lengths that differ by at most 1, the longer ones first.
 
     >>> even_shard_lengths(7, 3)
     (3, 2, 2)

@@ -177,7 +177,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @torch.library.custom_op("flexdilated::unshard_backward", mutates_args=(), tags=OVER_RANKS)
 def _reduce(grad: Tensor, number: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
-    """This rank's slice of the sum of all ranks' gradients of the whole that the call of a number gave."""
+    """This rank's slice of the sum over ranks of the gradients of the whole sequence; `number`: that of the forward call."""
     group = process_group(group_name)
     with one_call(group) as call:
         parts = _padded(grad, lengths, max(lengths), dim)

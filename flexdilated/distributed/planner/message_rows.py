@@ -63,7 +63,7 @@ def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bo
     classes = [(head,) for head in range(len(plan.within))] if exchange == "heads" else list(plan.classes.values())
     number = np.full(len(plan.within), -1)
     number[[heads[0] for heads in classes]] = np.arange(len(classes))
-    of_class = {head: i for i, heads in enumerate(classes) for head in heads}
+    class_of_head = {head: i for i, heads in enumerate(classes) for head in heads}
     # Progressions of tokens, one for each span and class.
     start, heads, offsets = plan.all_kept
     span, place = expanded(start[spans.branch] + spans.place, spans.places)
@@ -76,8 +76,10 @@ def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bo
     columns = (x[nonempty].tolist() for x in (peer, group, first, rate, (repeated.end - first - 1) // rate + 1))
     for peer_rank, peer_runs in groupby(sorted(zip(*columns)), itemgetter(0)):
         tokens = {group: _union(*zip(*(run[2:] for run in runs))) for group, runs in groupby(peer_runs, itemgetter(1))}
-        heads_with_rows = [head for head in range(len(plan.within)) if of_class[head] in tokens]
-        yield Message(peer_rank, np.array(heads_with_rows, np.int64), tuple(tokens[of_class[head]] for head in heads_with_rows))
+        heads_with_rows = [head for head in range(len(plan.within)) if class_of_head[head] in tokens]
+        yield Message(
+            peer_rank, np.array(heads_with_rows, np.int64), tuple(tokens[class_of_head[head]] for head in heads_with_rows)
+        )
 
 
 def _union(firsts: Sequence[int], strides: Sequence[int], rows: Sequence[int]) -> Integers:

@@ -77,9 +77,9 @@ class ContextPlan(CutSegments):
 
     def some_ranks(self) -> Iterator[range]:
         """All ranks in consecutive ranges, so that the spans that a range receives fit in memory."""
-        several = max(1, SPANS // (self.num_ranks * len(self.pattern.branches)))
-        for first in range(0, self.num_ranks, several):
-            yield range(first, min(first + several, self.num_ranks))
+        ranks_per_range = max(1, SPANS // (self.num_ranks * len(self.pattern.branches)))
+        for first in range(0, self.num_ranks, ranks_per_range):
+            yield range(first, min(first + ranks_per_range, self.num_ranks))
 
     def spans(self, exchange: str, kind: str, *, receivers: range | None = None, senders: range | None = None) -> Spans:
         """The spans of tokens that `receivers` receive from `senders`.

@@ -43,7 +43,7 @@ def equivalent(plan: ContextPlan, exchange: str) -> str:
 
 
 def listed(plan: ContextPlan, exchange: str) -> Counts:
-    """The rows that ranks exchange, by kind, exactly."""
+    """Count the rows that ranks exchange, by kind, exactly."""
     return _counts(plan, equivalent(plan, exchange), _listed_rows)
 
 
@@ -94,14 +94,14 @@ def _most_rows(plan: ContextPlan, exchange: str, kind: str) -> Integers:
     return np.minimum(rows, shard_rows)
 
 
-def counts(plan: ContextPlan, exchange: str, most: int) -> tuple[Counts, bool]:
-    """The rows that all ranks exchange, by kind, and whether they are exact: else they are at most so many.
+def counts(plan: ContextPlan, exchange: str, max_work: int) -> tuple[Counts, bool]:
+    """`(counts, is_exact)`: the rows that ranks exchange, by kind; upper bounds if not exact.
 
     Args:
         plan: The plan.
         exchange: One of `EXCHANGES`.
-        most: The work of listing all ranks, in rows, up to which they are listed.
+        max_work: The work of listing all ranks, in rows, up to which they are listed.
     """
     upper = bounds(plan, exchange)
     work = 2 * sum(int(upper[kind].received.sum()) + MESSAGE * (plan.num_ranks + upper[kind].messages) for kind in KINDS)
-    return (listed(plan, exchange), True) if work <= most else (upper, False)
+    return (listed(plan, exchange), True) if work <= max_work else (upper, False)

@@ -127,7 +127,7 @@ class CutSegments:
 
     @cached_property
     def all_segments(self) -> Segments:
-        """The cut segments of all branches."""
+        """The segments of all branches that span more than one shard."""
         start, num_tokens = np.array(self.cut_documents, np.int64).reshape(-1, 2).T
         inner = np.unique(self.limits[1:-1])
         low, high = np.searchsorted(inner, start, side="right"), np.searchsorted(inner, start + num_tokens)

@@ -42,9 +42,9 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
     parts, segments = plan.parts(exchange), plan.all_segments
     parts = parts.where(parts.executor == rank)
     lanes_by_shape: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-    turn_of_branch = {branch: place for place, branch in enumerate(branch_order(plan.pattern))}
+    order_of_branch = {branch: place for place, branch in enumerate(branch_order(plan.pattern))}
     for number, place, places, _, low, high in sorted(
-        zip(*(column.tolist() for column in parts)), key=lambda part: turn_of_branch[int(segments.branch[part[0]])]
+        zip(*(column.tolist() for column in parts)), key=lambda part: order_of_branch[int(segments.branch[part[0]])]
     ):
         segment = segments.where(number)
         heads: dict[int, list[int]] = {}

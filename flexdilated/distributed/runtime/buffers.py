@@ -44,13 +44,13 @@ class Buffers:
             self.num_received += schedule.kv.num_received * self.batch * self.kv_width
 
     def without_tokens(self) -> Buffers:
-        """Buffers of equal sizes that hold no values."""
+        """Buffers of equal sizes without tokens of this rank."""
         q, k, v = (x.new_empty((x.shape[0], 0, *x.shape[2:])) for x in (self.q, self.k, self.v))
         mask = None if self.mask is None else self.mask.new_empty((self.batch, 0))
         return Buffers(Inputs(q, k, v, key_padding_mask=mask), self.schedule, keeps=self.keeps)
 
     def receive_into(self, received: Tensor) -> None:
-        """Let the rows of other ranks be parts of a flat buffer: keys and values, unless in a ring, then queries."""
+        """Use parts of a flat buffer for the rows of other ranks: keys and values (not in a ring), then queries."""
         kv, q = self.schedule.kv, self.schedule.q
         keys, queries = received.tensor_split([received.numel() - self.num_queries_received])
         if self.keeps:

@@ -23,7 +23,7 @@ PLANNED = ("encoded_pattern", "is_causal", "engine", "first_head", "num_heads") 
 
 
 class RankContext(NamedTuple):
-    """Where a call runs, and how, as plain data that an operator takes beside `Flat`."""
+    """The options of a call over ranks, as plain data that an operator takes after `Flat`."""
 
     group_name: str
     rank: int
@@ -59,7 +59,7 @@ class RankContext(NamedTuple):
         return cost_model.choose(plan, speeds=cost_model.speeds_of_environment(), **sizes, **row_sizes)
 
     def fields(self, plan: ContextPlan, inputs: Inputs, flat: Flat, **functions: bool) -> Fields:
-        """What ranks compare; `functions`: which there are, since they cannot be compared."""
+        """The fields that ranks compare. `functions`: whether there are functions; their code cannot be compared."""
         q, no_functions = inputs.q, {"score_mod": False, "mask_mod": False, "score_mod_learns": False, "flex": False}
         options = {
             "dtype": str(q.dtype),
@@ -76,7 +76,7 @@ class RankContext(NamedTuple):
         return _fields(plan, tuple(options.items()))
 
     def transport(self, plan: ContextPlan, fields: Fields, device: torch.device, number: int, *, backward: bool) -> GroupTransport:
-        """The transport of one direction of the call of a number."""
+        """The transport of the forward, or of the backward, of call `number`."""
         call = f"{'the backward of ' if backward else ''}call {number} over this mesh, with {plan.pattern}"
         return GroupTransport(process_group(self.group_name), device, fields.tag(number, backward=backward), call)
 

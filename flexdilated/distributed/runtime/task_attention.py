@@ -24,7 +24,7 @@ from flexdilated.distributed.runtime.schedule import RowRange, schedule
 
 
 class OutputGradients(NamedTuple):
-    """What a backward needs of some rows: their gradients, and the final output and lse (or a task's own)."""
+    """The gradients of output rows, with the final `out` and `lse` of these rows, or with a task's own."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -49,7 +49,7 @@ def _blocks(queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) ->
 
 
 class TaskAttention:
-    """One call on one rank.
+    """The attention of one call on one rank.
 
     Args:
         inputs: Tensors of this rank's shard.
