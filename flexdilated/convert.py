@@ -97,9 +97,9 @@ def convert(
             raise ValueError(f"model must hold attention that is not dilated yet, got {first!r}: it is already converted")
         names = [f"{paths[0]!r} of {_named(other)}" for other, paths in other_layers.items()]
         description = f"none but {', '.join(names[:3])}{', ...' if names[3:] else ''}" if names else "none"
-        of_library = any(base.__module__.partition(".")[0] == "transformers" for base in type(model).__mro__)
+        is_transformers = any(base.__module__.partition(".")[0] == "transformers" for base in type(model).__mro__)
         remedy = "models of the transformers library take a pattern by flexdilated.hub.transformers"
-        if not of_library:
+        if not is_transformers:
             remedy = "where a model calls scaled_dot_product_attention itself, call flexdilated.dilated_attention in its place"
         raise ValueError(f"model must hold {WANTED}, not skipped, got {description}; {remedy}")
     for other, paths in other_layers.items():
@@ -159,7 +159,7 @@ def convert(
 
 
 def _check(layer: nn.MultiheadAttention, paths: list[str], owners: dict[int, set[str]]) -> None:
-    """That nothing of a layer would be lost with its copied weights.
+    """Check that copied weights are everything that a layer holds.
 
     Raises:
         ValueError: If something would.

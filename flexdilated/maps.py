@@ -123,7 +123,7 @@ def _check(q: Tensor, k: Tensor, call: Call) -> None:
 def _weights(
     q: Tensor, k: Tensor, call: Call, positions: list[int], start: int = 0, num_tokens: int | None = None, sums: Sums | None = None
 ) -> Tensor:
-    """The weights of the keys held here: of tokens from `start` on, among `num_tokens`; by default all."""
+    """The weights of the keys of this rank: tokens `start, start + 1, ...` of `num_tokens`; by default all tokens."""
     pattern, num_local, kv_heads = call.pattern, q.shape[1], k.shape[2]
     num_tokens = num_local if num_tokens is None else num_tokens
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
@@ -170,7 +170,7 @@ def _weights(
 
 
 def _padded(pattern: DilatedPattern, length: int, rate: int) -> int:
-    """Tokens of a segment as torchscale reads its rows back: where the rate does not divide it, it is padded."""
+    """The segment length after torchscale's padding to a multiple of the rate; unchanged without `zero_padding`."""
     return length + -length % rate if pattern.zero_padding else length
 
 

@@ -140,7 +140,7 @@ def check_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_ca
 
 @lru_cache(maxsize=4096)
 def warn_of_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
-    """As `check_losses`, of heads that are checked."""
+    """`check_losses` without a check of the number of heads."""
     if pattern.zero_padding or pattern == DilatedPattern.longnet():
         return
     name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}"
@@ -150,8 +150,8 @@ def warn_of_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_
             f"{name} has no head for token {token}, the first of its kind: its output is 0, and no query reads it; "
             f"add a branch of rate 1{cure}"
         )
-    elif is_causal and (why := why_not_connected(pattern, num_tokens, num_heads)) is not None:
-        _warn(f"{name} is {why}")
+    elif is_causal and (reason := why_not_connected(pattern, num_tokens, num_heads)) is not None:
+        _warn(f"{name} is {reason}")
 
 
 @lru_cache(maxsize=4096)  # the text does not depend on the number of tokens
@@ -227,7 +227,7 @@ def is_number(x: object) -> bool:
 
 
 def check_scale(scale: float | None, dtype: torch.dtype) -> float | None:
-    """A scale as Python's, or None; refuses what the scores of q in a dtype cannot be multiplied by.
+    """The scale as a Python float, or None. Raises for a scale that scores of q in `dtype` cannot be multiplied by.
 
     Raises:
         ValueError: If it is not finite, or not in the dtype of the scores.
@@ -343,7 +343,7 @@ def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Ten
 
 
 def call_mod(name: str, function: ScoreMod | MaskMod, *arguments: Tensor) -> Tensor:
-    """What a score or mask function gives; its errors say that they are its own."""
+    """Call a score or mask function; a note on its errors says that the function raised them."""
     if torch.compiler.is_compiling():  # the tracer tells
         return function(*arguments)
     try:

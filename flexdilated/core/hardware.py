@@ -15,7 +15,7 @@ AUTOCAST = frozenset(name for name in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device by what matters for attention kernels.
+    """The properties of a device that decide about attention kernels.
 
     Args:
         device_type: `"cpu"`, `"cuda"`, `"mps"` or another torch device type.
@@ -55,7 +55,7 @@ def cuda_level(capability: tuple[int, int]) -> Hardware:
 
 
 def family_of(capability: tuple[int, int]) -> int:
-    """The level whose kernels suit a GPU: 80, 90, 100, or 86 for all that give a program 99 KiB of shared memory."""
+    """The level in the tables of tiles: 80, 90, 100, or 86 for every GPU with 99 KiB of shared memory per program."""
     if capability >= (12, 0):
         return 86
     if capability >= (10, 0):

@@ -67,7 +67,7 @@ def normalised(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def mix_branches(branches: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
-    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of branches, of each its out `(B, N, H, D)` and its lse `(B, N, H)`.
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of the mixture; each branch is `(out, lse)`, `(B, N, H, D)` and `(B, N, H)`.
 
     `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`.
     """
@@ -79,7 +79,7 @@ def mix_branches(branches: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, 
 
 
 def share_beside(sinks: Tensor, lse: Tensor) -> Tensor:
-    """What a softmax is left of its weight by one more key of value 0 and logit `sinks`: `exp(lse - logaddexp(lse, sinks))`.
+    """The factor by which one more key of value 0 and logit `sinks` scales a softmax: `exp(lse - logaddexp(lse, sinks))`.
 
     0 in a row without keys, whatever the sink.
     """
@@ -87,7 +87,7 @@ def share_beside(sinks: Tensor, lse: Tensor) -> Tensor:
 
 
 def for_backward(lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """`lse` and its gradient as a backward kernel takes them: `+inf` instead of `-inf`, and 0, in an empty row.
+    """`lse` and `dlse` for a backward kernel: in a row without keys, `lse` is `+inf` instead of `-inf`, and `dlse` is 0.
 
     `exp(score - lse)` is then 0, not NaN, whatever the derivative of what was made of -inf is.
     """

@@ -48,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple
         if i in shifted
         else _attend_branch(q, k, v, call, i, attend)
         for i in range(len(pattern.branches))
-        if _held(call, i, k.shape[2])
+        if _branch_heads(call, i, k.shape[2])
     ]
     results = [(out, lse.transpose(1, 2)) for out, lse in branch_results]
     return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
@@ -57,24 +57,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple
 def _attend_shifted(
     q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, spans: Documents, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """A shifted branch alone."""
+    """`out` and `lse` of one shifted branch."""
     length, rate = call.pattern.segments("torchscale's shift")[branch]
-    longer = [size + (size // length * (-length % rate) if size > length else 0) for _, size in spans]
+    padded_sizes = [size + (size // length * (-length % rate) if size > length else 0) for _, size in spans]
     lengths = list(call.pattern.segment_lengths)
     lengths[branch] = length + -length % rate
     borders, mask = call.cu_seqlens, call.key_padding_mask
     padded = call._replace(
         pattern=replace(call.pattern, segment_lengths=tuple(lengths)),
         key_padding_mask=None if mask is None else _insert(mask, spans, length, rate),
-        cu_seqlens=None if borders is None else F.pad(torch.tensor(longer, device=borders.device).cumsum(0), (1, 0)).to(borders),
+        cu_seqlens=None
+        if borders is None
+        else F.pad(torch.tensor(padded_sizes, device=borders.device).cumsum(0), (1, 0)).to(borders),
     )
     q, k, v = (_insert(x, spans, length, rate) for x in (q, k, v))
     out, lse = _attend_branch(q, k, v, padded, branch, attend)
-    spans_kept = [slice(sum(longer[:i]), sum(longer[:i]) + size) for i, (_, size) in enumerate(spans)]
+    spans_kept = [slice(sum(padded_sizes[:i]), sum(padded_sizes[:i]) + size) for i, (_, size) in enumerate(spans)]
     return torch.cat([out[:, span] for span in spans_kept], dim=1), torch.cat([lse[:, :, span] for span in spans_kept], dim=2)
 
 
-def _held(call: Call, branch: int, kv_heads: int) -> range:
+def _branch_heads(call: Call, branch: int, kv_heads: int) -> range:
     """The key/value heads of these tensors that run a branch, counted from the first one held."""
     assert call.num_heads is not None
     run = call.pattern.head_range(branch, call.num_heads)
@@ -84,7 +86,7 @@ def _held(call: Call, branch: int, kv_heads: int) -> range:
 def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, attend: Attend) -> tuple[Tensor, Tensor]:
     """One branch of a call alone: 0 and -inf in heads that do not run it."""
     pattern, kv_heads = call.pattern, k.shape[2]
-    run_heads = _held(call, branch, kv_heads)
+    run_heads = _branch_heads(call, branch, kv_heads)
     length, rate = pattern.segments("torchscale's shift")[branch]
     alone = replace(pattern, segment_lengths=(length,), dilation_rates=(rate,), heads="all", detach_weights=False)
     call = call._replace(pattern=alone, return_lse=True)

@@ -34,23 +34,23 @@ def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, limit: int
     sequences, segments, offsets, heads = ([slice(None)] for _ in range(4))
     if batch > 1 and piece.segments > 1 and piece.segments * piece.segment_stride != num_tokens:
         if batch <= piece.segments:
-            sequences = _each(batch)
+            sequences = _single_slices(batch)
         else:
-            segments = _each(piece.segments)
+            segments = _single_slices(piece.segments)
     if piece.offsets > 1:
         if offsets_apart or piece.offsets <= piece.heads:
-            offsets = _each(piece.offsets)
+            offsets = _single_slices(piece.offsets)
         else:
-            heads = _each(piece.heads)
+            heads = _single_slices(piece.heads)
     if group > 1 and piece.heads > 1 and piece.head_step > 1:  # query heads of different key heads have no common stride
-        heads = _each(piece.heads)
+        heads = _single_slices(piece.heads)
     for b, s, o, h in product(sequences, segments, offsets, heads):
         counts = (len(range(batch)[b]), len(range(piece.segments)[s]))
         for batch_slice, segment_slice, *_ in slabs(piece._replace(segments=counts[1]), counts[0], 1, limit):
             yield batch_slice if counts[0] == batch else b, segment_slice if counts[1] == piece.segments else s, o, h
 
 
-def _each(count: int) -> list[slice]:
+def _single_slices(count: int) -> list[slice]:
     return [slice(i, i + 1) for i in range(count)]
 
 
@@ -118,7 +118,7 @@ class Slabs:
 def slabs_of(
     pieces: tuple[Piece, ...], batch: int, num_tokens: int, group: int, limit: int, packed: int, offsets_apart: bool
 ) -> Slabs:
-    """The pieces as slabs: `view_parts` of at most `most` softmaxes, or parts whose copies have at most `most` bytes.
+    """The pieces as slabs: `view_parts` of at most `limit` softmaxes, or parts whose copies have at most `limit` bytes.
 
     `packed`: the bytes that a row of q has in a copy, 0 for views.
     """
@@ -136,7 +136,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides, and elem
 
 
 class SlabLayout(NamedTuple):
-    """Where the rows of a slab are in a tensor, beyond its own storage offset."""
+    """Size, strides and first element of the rows of a slab in a tensor, without the tensor's own storage offset."""
 
     box: Layout  # b s o h g r d
     view: Layout | None  # as `fold` gives them, where strides make that a view

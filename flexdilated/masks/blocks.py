@@ -40,7 +40,7 @@ def head_branches(pattern: DilatedPattern, head: int, num_heads: int, seq_len: i
 
 
 def most_columns(pattern: DilatedPattern, row_size: int, column_size: int) -> int:
-    """A bound on the blocks that a row joins in any sequence, known before there is one."""
+    """An upper bound on the blocks that a row joins, for sequences of any length."""
     lengths = [length for length, _ in pattern.segments("block masks")]
     spans = (length if length % row_size == 0 else 2 * length + row_size for length in lengths)
     return sum(span // column_size + 2 for span in spans)
@@ -103,7 +103,7 @@ def _runs(branch: Kept, seq_len: int, row_size: int, column_size: int, order: Or
 
 
 def _union(row: Tensor, first: Tensor, last: Tensor, pitch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The blocks as disjoint runs in ascending order; all rows are on one line, `pitch` numbers for each row."""
+    """Merge runs of blocks to disjoint runs in ascending order. Sorts numbers `row * pitch + column`."""
     start, order = torch.sort(row * pitch + first)
     end = torch.cummax((row * pitch + last)[order], dim=0).values
     begins = torch.ones_like(start, dtype=torch.bool)
@@ -115,7 +115,7 @@ def _union(row: Tensor, first: Tensor, last: Tensor, pitch: int) -> tuple[Tensor
 
 
 def _expand(row: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Runs as single blocks."""
+    """`(row, column)` of the single blocks of runs."""
     sizes = last - first + 1
     run = torch.repeat_interleave(sizes)
     return row[run], first[run] + _within(sizes)
