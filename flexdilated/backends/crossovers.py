@@ -26,7 +26,7 @@ ENOUGH = 0.95  # one of them is chosen when it takes at most this share of sdpa'
 
 
 class Crossover(NamedTuple):
-    """From `tokens` up, and up to the next one of its kind, this engine is the faster one."""
+    """The engine that is fastest from `tokens` tokens on, up to the next entry of equal device, dtype, training and head dim."""
 
     device: str  # as `device_class` spells it
     dtype: str
@@ -119,7 +119,7 @@ def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> t
 
 
 def _is_nearer(a: int, b: int, target: int) -> bool:
-    """Whether the ratio of `a` and the wanted number is smaller than that of `b`, whichever is the larger; in integers."""
+    """Whether `a` is closer to the target than `b`, by ratio. In integers."""
     return max(a, target) * min(b, target) < max(b, target) * min(a, target)
 
 

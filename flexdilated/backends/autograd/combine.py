@@ -87,7 +87,7 @@ def mix(layers: Sequence[Sequence[Part]], q: Tensor, group: int, *, detach_weigh
 
 
 def _add(x: Tensor, piece: Piece | Scattered, group: int, values: Tensor, *, replace: bool = False) -> Tensor:
-    """`x` `(B, N, H, D)` with the values added, or put, at the rows of a piece; x itself may be written."""
+    """`x` `(B, N, H, D)` with `values` added to, or stored in, the rows of a piece. May write into x."""
     if isinstance(piece, Scattered):
         grouped, place = x.unflatten(2, (-1, group)), (slice(None), piece.tokens, piece.heads)
         grouped[place] = values if replace else grouped[place] + values
@@ -102,7 +102,7 @@ def _add(x: Tensor, piece: Piece | Scattered, group: int, values: Tensor, *, rep
 
 
 def _shares_memory(x: Tensor) -> bool:
-    """Whether elements of a tensor may be one place in memory."""
+    """Whether two elements of a tensor may have the same memory address."""
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
         if stride <= reach:

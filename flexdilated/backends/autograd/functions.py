@@ -65,7 +65,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 
 
 def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Every piece of every document, and their mixture."""
+    """Attend to every piece of every document, and mix the branches."""
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
     spans, order = arrange(documents(call.cu_seqlens, q.shape[1]), q.device)
     runs = runs_of(spans)
@@ -127,15 +127,16 @@ def attend_lanes(
     kv_idx: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_rows`, in portions of dim 1 and of rows with about `SCORES` scores."""
+    """`attend_rows` in chunks of lanes (dim 1) and queries, each with about `SCORES` scores."""
     lanes, rows = q.shape[1], q.shape[-2]
     per_row = max(1, known_batch(q.shape[0]) * math.prod(q.shape[2:-2]) * k.shape[-2])
-    several = max(1, SCORES // max(1, per_row * rows))
-    max_rows = max(1, SCORES // (per_row * min(several, lanes)))
-    count = -(-lanes // several)
+    lanes_per_part = max(1, SCORES // max(1, per_row * rows))
+    max_rows = max(1, SCORES // (per_row * min(lanes_per_part, lanes)))
+    count = -(-lanes // lanes_per_part)
     # Split, not sliced: the gradients of the parts are then put together once.
     split = [
-        [x] * count if x is None or x.shape[1] == 1 else x.split(several, dim=1) for x in (q, k, v, hidden, b, h, q_idx, kv_idx)
+        [x] * count if x is None or x.shape[1] == 1 else x.split(lanes_per_part, dim=1)
+        for x in (q, k, v, hidden, b, h, q_idx, kv_idx)
     ]
     outs, lses = [], []
     for q_l, k_l, v_l, hidden_l, b_l, h_l, q_idx_l, kv_idx_l in zip(*split):
@@ -149,7 +150,7 @@ def attend_lanes(
 
 
 def known_batch(batch: int) -> int:
-    """The batch size by which scores are counted; 1 for a dynamic one of an exported program, which must hold for all of them."""
+    """The batch size for counting scores; 1 if it is symbolic in an exported program, which must serve every batch size."""
     return 1 if torch.compiler.is_exporting() and is_symbolic(batch) else batch
 
 
@@ -190,7 +191,7 @@ def _attend(
     kv_idx: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_rows`, which see."""
+    """`attend_rows` without recomputation."""
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
     group, rows = q.shape[-3:-1]
     scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
@@ -209,7 +210,7 @@ def _attend(
 def _modify(
     scores: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, score_mod: ScoreMod | None, mask_mod: MaskMod | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The scores after `score_mod`, and what `mask_mod` lets be seen (None: everything).
+    """`(scores, visible)`: the scores after `score_mod`, and the boolean result of `mask_mod` (None without one).
 
     The functions see tensors that broadcast to the scores instead of one pair: being pointwise, with tables indexed by positions,
     they cannot tell.
@@ -220,7 +221,7 @@ def _modify(
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """The same mixture, by grids whose sizes alone depend on the number of tokens."""
+    """`_pieces` for a symbolic number of tokens: branches are read as padded grids."""
     if not TRACES_UNKNOWN_SIZES:
         raise NotImplementedError(
             "q must have a static number of tokens for score_mod and mask_mod in code compiled by torch before 2.11, got a dynamic "
@@ -330,6 +331,6 @@ class _Product(torch.autograd.Function):
 
 
 class _MappedProduct(_Product):
-    """For torch.func; the compiler takes no Function that says how it is mapped."""
+    """`_Product` for torch.func.vmap. A class of its own: the compiler rejects a Function with a vmap rule."""
 
     generate_vmap_rule = True

@@ -52,7 +52,7 @@ def draw_grids(
     parts: Sequence[int],
     device: torch.device,
 ) -> tuple[Tensor, list[Grid]]:
-    """The tokens `(N,)`, and one grid per branch with its queries in so many parts.
+    """The tokens `(N,)`, and one grid per branch; the queries of branch `i` are split in `parts[i]` parts.
 
     All of them are data to the compiler. It must not see that they are ranges: inductor's loops over a quotient or remainder of a
     symbolic range leave out the last, incomplete round (torch 2.13, CPU).
@@ -126,7 +126,7 @@ def _parts(pattern: DilatedPattern, branch: int, num_tokens: int, batch: int, kv
 
 
 def _level(parts: int) -> int:
-    """The least power of 4 that so many parts are at most, as an exponent."""
+    """The smallest `n` with `parts <= 4 ** n`."""
     return (parts - 1).bit_length() + 1 >> 1
 
 

@@ -30,7 +30,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 
 
 def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """What the operator `flexdilated::mixture` gives for the same arguments."""
+    """The operator `flexdilated::mixture` in portable operations: same arguments, same results."""
     inputs, flat = Inputs(*arguments[:6]), Flat(*arguments[6:])
     q, k, v, ignored = inputs[:4]
     _check(flat.pattern, q.shape[1], inputs.cu_seqlens, flat.dropout_p)
@@ -63,7 +63,7 @@ def _check(pattern: DilatedPattern, num_tokens: int, cu_seqlens: Tensor | None, 
 def _branch(
     q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, flat: Flat, branch: int, within: range
 ) -> tuple[Tensor, Tensor]:
-    """One branch's out `(B, N, H, D)` and lse `(B, N, H)`, -inf where it has nothing to say.
+    """One branch's out `(B, N, H, D)` and lse `(B, N, H)`: 0 and -inf at tokens that a head does not keep.
 
     Whatever has a symbol for a size is made by indexing alone: whether it may be reshaped would depend on whether the symbol is 1.
     """
@@ -92,8 +92,8 @@ def _branch(
     visible = ~is_padding if ignored is None else ~(is_padding | ignored[batch, token])
     if pattern.zero_padding and not flat.is_causal:
         # Rows behind the last token are keys, of zeros: those of a whole segment, or up to a multiple of the rate in a shorter one.
-        whole = torch.full((), num_tokens, device=device) > length
-        visible = visible | is_padding & (whole | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
+        is_longer = torch.full((), num_tokens, device=device) > length
+        visible = visible | is_padding & (is_longer | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
     visible = visible[:, None]
     if flat.is_causal:
         visible = visible & (row <= row[:, None])
@@ -121,7 +121,7 @@ def _heads(flat: Flat, branch: int, within: range) -> range:
 
 
 def _always(condition: bool) -> bool:
-    """Whether a comparison is true for all values of its symbols; makes no guard."""
+    """Whether a comparison is known to be true for all values of its symbols. Adds no guard to the graph."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # not loaded with the package

@@ -78,7 +78,7 @@ class _Record(TorchDispatchMode):
         self._read_only: set[int] = set()  # storages of tensors that a replay reads again
 
     def __call__(self, *arguments: Tensor) -> Tensor:
-        """The function's result, recorded."""
+        """Call the function, record its operations and return its result."""
         for x in arguments:
             self._new_slot(x)
         self._read_only |= {_storage(x) for x in arguments[-4:]}  # positions; scores are computed again
@@ -176,7 +176,7 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
     with torch.no_grad():
         results = attend(*tensors, call._replace(**records))
 
-    def again(tensors: Sequence[Tensor | None], held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def recompute(tensors: Sequence[Tensor | None], held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         functions: dict[str, Any] = {}
         start = 0
         for name, record in records.items():
@@ -186,19 +186,19 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
             return attend(*tensors, call._replace(**functions))
 
     held = [x for record in records.values() for x in record.held.values()]
-    out, lse = _Recomputed.apply(again, results, len(tensors), *tensors, *held)
+    out, lse = _Recomputed.apply(recompute, results, len(tensors), *tensors, *held)
     return out, lse
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Of the generator of a device."""
+    """The state of a device's default random generator."""
     state: Tensor = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     return state
 
 
 @contextmanager
 def _drawing_from(state: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Random numbers of a state inside, for the dropout that the forward drew; torch's own where there is none."""
+    """Inside, draw random numbers from a saved generator state, so that dropout repeats that of the forward; None: no change."""
     if state is None:
         yield
     elif device.type == "cpu":
@@ -212,11 +212,13 @@ def _drawing_from(state: Tensor | None, device: torch.device) -> Iterator[None]:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Return `results` unchanged; the backward computes them again by `again`, under autograd."""
+    """Return `results` unchanged; the backward computes them again by `recompute`, under autograd."""
 
     @staticmethod
-    def forward(ctx: Any, again: Any, results: tuple[Tensor, Tensor], count: int, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.again, ctx.count = again, count
+    def forward(
+        ctx: Any, recompute: Any, results: tuple[Tensor, Tensor], count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.recompute, ctx.count = recompute, count
         ctx.save_for_backward(*tensors)
         return results
 
@@ -228,7 +230,7 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             # Tensors of their own: the gradient of one then leaves out others that it was computed from.
             tensors = [_alone(x, create_graph=create_graph) if need else x for x, need in zip(tensors, needs)]
-            results = ctx.again(tensors[: ctx.count], tensors[ctx.count :])
+            results = ctx.recompute(tensors[: ctx.count], tensors[ctx.count :])
         inputs = [x for x, need in zip(tensors, needs) if need]
         pairs = [(x, dx) for x, dx in zip(results, (dout, dlse)) if x.requires_grad]
         outputs, output_grads = zip(*pairs) if pairs else ((), ())

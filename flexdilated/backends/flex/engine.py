@@ -29,12 +29,12 @@ from flexdilated.masks.functions import mask_mod_of, score_mod_of
 
 
 def _kind(call: Call) -> tuple[Hashable, ...]:
-    """What the functions made of a call depend on."""
+    """A hashable key: equal for calls whose mask and score functions compile to the same code."""
     return call.is_causal, call.key_padding_mask is not None, _code(call.score_mod), _code(call.mask_mod)
 
 
 def _code(function: Any) -> Hashable:
-    """What a callable shares with its like: written in a forward, functions are new each time, and objects need not be hashable."""
+    """The code object of a callable: a function defined in a model's forward is a new object at each call, with equal code."""
     while isinstance(function, partial):
         function = function.func
     code: Hashable = getattr(function, "__code__", function.__class__)
@@ -43,7 +43,7 @@ def _code(function: Any) -> Hashable:
 
 @contextmanager
 def _in_their_names(call: Call) -> Iterator[None]:
-    """Errors of the compiler about users' functions, with the names of the functions.
+    """Raise the compiler's errors inside as errors about `score_mod` and `mask_mod`.
 
     Raises:
         NotImplementedError: If they cannot be compiled, or would be at call after call.
@@ -79,7 +79,7 @@ def run_kernel(
     want_lse: bool = True,
     like: Hashable = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`kernel.call` for a checked call; `like`: what functions made of it depend on beside the call."""
+    """`kernel.call` for a checked call; `like`: what its mask and score functions depend on besides the call."""
     with _in_their_names(call):
         return kernel.call(
             q,
@@ -122,7 +122,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
 
 
 def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
-    """Which layout a document of so many tokens takes."""
+    """The layout for a document of `length` tokens."""
     pattern = call.pattern
     zero_keys = any(piece.zero_keys for piece in _pieces(length, k, call))
     if zero_keys and call.is_modified():
@@ -179,13 +179,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
         return multiplicity(score, b, h, q_idx, kv_idx)
 
     narrows = ignored is not None or user_mask is not None
-    several = pattern.heads == "all" and len(pattern.branches) > 1
+    has_several = pattern.heads == "all" and len(pattern.branches) > 1
     out, lse = run_kernel(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         call,
-        score_mod=score_mod if several or user_score is not None else None,
+        score_mod=score_mod if has_several or user_score is not None else None,
         block_mask=block_mask_for(
             plain,
             heads,
@@ -211,7 +211,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int,
 
 
 def _pieces(length: int, k: Tensor, call: Call) -> tuple[Piece, ...]:
-    """What a document of so many tokens is cut in, for the key/value heads held here."""
+    """The pieces of a document of `length` tokens, for the key/value heads held here."""
     kv_heads = k.shape[2]
     return plan_pieces(call.pattern, ((0, length),), call.num_heads or kv_heads, call.is_causal, call.part_of_heads(kv_heads))
 

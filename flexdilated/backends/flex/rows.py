@@ -28,7 +28,7 @@ class Lanes(NamedTuple):
     first_key: int  # row of key 0
 
     def part(self, span: slice) -> Lanes:
-        """Some of the lanes."""
+        """The positions of a range of lanes."""
         return self._replace(batch=self.batch[span], heads=self.heads[span], tokens=self.tokens[span])
 
 
