@@ -39,8 +39,8 @@ def _piece_loop(inputs: Inputs, flat: Flat) -> tuple[PieceLoop, Inputs, Order]:
     if len(spans) > 1 and flat.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
         spans, order = arrange(spans, inputs.q.device)
     if order.tokens is not None:
-        q, k, v, mask, *rest = inputs
-        inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *rest)
+        q, k, v, mask, *others = inputs
+        inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *others)
     kv_heads = inputs.k.shape[2]
     within = None if kv_heads == flat.num_heads else range(flat.first_head, flat.first_head + kv_heads)
     pieces = plan_pieces(flat.pattern, spans, flat.num_heads, flat.is_causal, within)
