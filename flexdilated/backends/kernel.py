@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.core.pieces import Piece
 from flexdilated.core.request import Request
 from flexdilated.core.tracing import answers_while_traced
 
@@ -104,35 +103,6 @@ Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, options)
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # (dout, q, k, v, out, lse, options)
 
 
-class InPlace(Protocol):
-    """A kernel that reads whole tensors `(B, N, H, D)` in place, piece by piece, and adds to the outputs.
-
-    `options.ignored` is `(B, N)` here, and ignored keys and values hold what they hold.
-    """
-
-    def forward(
-        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options
-    ) -> None:
-        """Merge pieces into `out` and `lse` `(B, H, N)`. Pieces that `covers` marks overwrite instead."""
-
-    def backward(
-        self,
-        grads: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pieces: tuple[Piece, ...],
-        options: Options,
-        *,
-        detaches: bool,
-    ) -> None:
-        """Add the gradients of pieces to `dq, dk, dv`; pieces with `covers` overwrite. `detaches`: mixing weights are constants."""
-
-
 @dataclass(frozen=True)
 class Kernel:
     """Dense attention on `(batch, heads, rows, D)` tensors; as many queries as keys where it is causal.
@@ -149,7 +119,9 @@ class Kernel:
     shares_kv: bool = True  # whether k and v may have fewer heads than q
     takes_dlse: bool = False  # whether `run_backward` takes `dlse=`, the gradient of lse or None; others get a column for it
     writes: bool = False  # whether both take `into=`, memory of any strides for out, or for `(dq, dk, dv)`
-    in_place: Callable[[], InPlace] | None = None  # gives what works on whole `(B, N, H, D)` tensors; called at run time
+    # Imports a module whose `forward` and `backward` merge or add pieces in place, in whole `(B, N, H, D)` tensors, as
+    # those of `backends/triton/launch.py`. Its `options.ignored` is `(B, N)`, and ignored keys and values are not zeroed.
+    in_place: Callable[[], Any] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches.
