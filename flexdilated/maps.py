@@ -76,10 +76,10 @@ def attention_map(
             "attention_map must be called outside torch.func and forward-mode differentiation, got a call under one: its weights "
             "have no derivative"
         )
+    call = Call(pattern=pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask, mesh=mesh)
     if mesh is None:
         if shard_lengths is not None:
             raise ValueError(f"shard_lengths must come with mesh, got {shard_lengths} and no mesh")
-        call = Call(pattern=pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask)
         refuse_shards_of_torch(0)
         _check(q, k, call)
         return _weights(q, k, call, _positions(queries, q.shape[1]))
@@ -89,7 +89,6 @@ def attention_map(
     if sums.num_ranks > 1 and torch.compiler.is_compiling():
         options = {"is_causal": is_causal, "scale": scale, "key_padding_mask": key_padding_mask, "shard_lengths": shard_lengths}
         return _map_uncompiled(q, k, pattern, queries=queries, mesh=mesh, **options)
-    call = Call(pattern=pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask, mesh=mesh)
     refuse_shards_of_torch(sums.num_ranks)
     _check(q, k, call)
     lengths = sums.lengths(q, shard_lengths)

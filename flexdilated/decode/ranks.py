@@ -115,17 +115,16 @@ class Ranks:
             peer: torch.cat([store.taken(new, index_in(store.last_positions(peer, end), shard_local)) for store in stores])
             for peer in range(self.size)
         }
-        positions_by_store = [store.last_positions(self.rank, end) for store in stores]
+        own_positions = [store.last_positions(self.rank, end) for store in stores]
         # Looked up twice, since the places of all peers at once are as large as all rows for each of them.
         rows = {
-            peer: [int((index_in(positions, shard) >= 0).sum()) for positions in positions_by_store]
-            for peer, shard in enumerate(shards)
+            peer: [int((index_in(positions, shard) >= 0).sum()) for positions in own_positions] for peer, shard in enumerate(shards)
         }
         receives = {peer: new.k.new_empty(sum(counts), width) for peer, counts in rows.items()}
         receives[self.rank] = sends.pop(self.rank)
         self.swap(sends, {peer: message for peer, message in receives.items() if peer != self.rank})
         for peer, message in receives.items():
-            for store, positions, part in zip(stores, positions_by_store, message.split(rows[peer])):
+            for store, positions, part in zip(stores, own_positions, message.split(rows[peer])):
                 store.place(part, index_in(positions, shards[peer]))
         for store in stores:
             store.hold(end)
@@ -230,11 +229,8 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
     with one_call(group) as number:
         compare(group, parts.device, Fields(call), (number,))
         _swap(group, json.dumps(call), number, dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
-    rows, num_lengths, ranks = (
-        messages[:, :size].contiguous().view(torch.int64),
-        2 * len(parts),
-        dist.get_process_group_ranks(group),
-    )
+    rows, num_lengths = messages[:, :size].contiguous().view(torch.int64), 2 * len(parts)
+    ranks = dist.get_process_group_ranks(group)
     check_same(rows[:, :num_lengths], ranks)
     order, tokens = rows[:, num_lengths:].split(len(parts), dim=1)
     check_same(order, ranks, "the order of the sequences of a cache", "by hashes ")

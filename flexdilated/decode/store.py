@@ -89,15 +89,8 @@ class Store:
         self.held = torch.full((batch_size, len(branches)), -1, dtype=torch.int64, device=device)
         offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in model_heads]
         self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
-        self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (
-            torch.tensor(values, device=device)
-            for values in (
-                [w for w, _ in self.branches],
-                [r for _, r in self.branches],
-                self.starts,
-                [rows - 1 for rows in self.rows],
-            )
-        )
+        columns = (*zip(*self.branches), self.starts, [rows - 1 for rows in self.rows])
+        self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (torch.tensor(x, device=device) for x in columns)
         self.places = self._places(rank)
 
     def _places(self, rank: int) -> list[Tensor]:
