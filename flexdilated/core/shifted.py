@@ -59,20 +59,18 @@ def _attend_shifted(
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of one shifted branch."""
     length, rate = call.pattern.segments("torchscale's shift")[branch]
-    padded_sizes = [size + (size // length * (-length % rate) if size > length else 0) for _, size in spans]
+    sizes = [size + (size // length * (-length % rate) if size > length else 0) for _, size in spans]
     lengths = list(call.pattern.segment_lengths)
     lengths[branch] = length + -length % rate
     borders, mask = call.cu_seqlens, call.key_padding_mask
     padded = call._replace(
         pattern=replace(call.pattern, segment_lengths=tuple(lengths)),
         key_padding_mask=None if mask is None else _insert(mask, spans, length, rate),
-        cu_seqlens=None
-        if borders is None
-        else F.pad(torch.tensor(padded_sizes, device=borders.device).cumsum(0), (1, 0)).to(borders),
+        cu_seqlens=None if borders is None else F.pad(torch.tensor(sizes, device=borders.device).cumsum(0), (1, 0)).to(borders),
     )
     q, k, v = (_insert(x, spans, length, rate) for x in (q, k, v))
     out, lse = _attend_branch(q, k, v, padded, branch, attend)
-    spans_kept = [slice(sum(padded_sizes[:i]), sum(padded_sizes[:i]) + size) for i, (_, size) in enumerate(spans)]
+    spans_kept = [slice(sum(sizes[:i]), sum(sizes[:i]) + size) for i, (_, size) in enumerate(spans)]
     return torch.cat([out[:, span] for span in spans_kept], dim=1), torch.cat([lse[:, :, span] for span in spans_kept], dim=2)
 
 

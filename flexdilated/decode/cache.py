@@ -107,9 +107,9 @@ class DilatedKVCache:
             self._order = torch.zeros_like(self._lengths)  # by which sequences they came to be, as ranks compare it
             template = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
             heads = range(first_head, first_head + num_kv_heads)
-            held_runs = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
+            branch_runs = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
             store_options: dict[str, Any] = {"num_heads": total, "max_length": max_length, "rank": rank, "num_ranks": num_ranks}
-            self._stores = tuple(Store(pattern, branches, heads, like=template, **store_options) for branches in held_runs)
+            self._stores = tuple(Store(pattern, branches, heads, like=template, **store_options) for branches in branch_runs)
         self._tokens: Tensor | None = None  # of the next call, by hashes, as ranks compare them
         if self._ranks is not None and self.device.type != self._ranks.mesh.device_type:
             raise ValueError(f"device must be that of mesh={self._ranks.mesh.device_type}, got {self.device}")

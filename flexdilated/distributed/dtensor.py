@@ -114,8 +114,8 @@ class Wrap(NamedTuple):
         whole = self._whole(out, self.placements, self.shape)
         if lse is None:
             return whole, None
-        moved = {BATCH: 0, TOKENS: 2, HEADS: 1}
-        placements = tuple(Replicate() if dim is None else Shard(moved[dim]) for dim in self.dims)
+        lse_dims = {BATCH: 0, TOKENS: 2, HEADS: 1}
+        placements = tuple(Replicate() if dim is None else Shard(lse_dims[dim]) for dim in self.dims)
         return whole, self._whole(lse, placements, Size((self.shape[0], self.shape[2], self.shape[1])))
 
     def _whole(self, x: Tensor, placements: tuple[Placement, ...], shape: Size) -> DTensor:

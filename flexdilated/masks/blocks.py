@@ -81,9 +81,9 @@ def _runs(branch: Kept, seq_len: int, row_size: int, column_size: int, order: Or
     starts = torch.arange(0, seq_len, row_size)
     ends = (starts + row_size).clamp(max=seq_len)
     first_segment = starts // length
-    touched = (ends - 1) // length - first_segment + 1
-    row = torch.repeat_interleave(touched)
-    segment = first_segment[row] + _within(touched)
+    num_segments = (ends - 1) // length - first_segment + 1
+    row = torch.repeat_interleave(num_segments)
+    segment = first_segment[row] + _within(num_segments)
 
     lattice = segment * length + offset  # the first kept position of the segment, if the segment reaches it
     segment_end = ((segment + 1) * length).clamp(max=seq_len)
@@ -106,11 +106,11 @@ def _union(row: Tensor, first: Tensor, last: Tensor, pitch: int) -> tuple[Tensor
     """Merge runs of blocks to disjoint runs in ascending order. Sorts numbers `row * pitch + column`."""
     start, order = torch.sort(row * pitch + first)
     end = torch.cummax((row * pitch + last)[order], dim=0).values
-    begins = torch.ones_like(start, dtype=torch.bool)
-    begins[1:] = start[1:] > end[:-1]
-    closes = torch.ones_like(begins)
-    closes[:-1] = begins[1:]
-    start, end = start[begins], end[closes]
+    is_first = torch.ones_like(start, dtype=torch.bool)
+    is_first[1:] = start[1:] > end[:-1]
+    is_last = torch.ones_like(is_first)
+    is_last[:-1] = is_first[1:]
+    start, end = start[is_first], end[is_last]
     return start // pitch, start % pitch, end % pitch
 
 

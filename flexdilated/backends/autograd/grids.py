@@ -110,12 +110,12 @@ def num_parts(pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: in
         batch = bound
     tokens, parts = LEAST, [1] * len(pattern.branches)
     while tokens < LONGEST:
-        longer = [
+        doubled = [
             _parts(pattern, i, 2 * tokens, batch=batch, kv_heads=kv_heads, group=group, scores=scores) for i in range(len(parts))
         ]
-        if _level(max(longer)) > _level(max(parts)) and num_tokens <= tokens:
+        if _level(max(doubled)) > _level(max(parts)) and num_tokens <= tokens:
             break
-        tokens, parts = 2 * tokens, longer
+        tokens, parts = 2 * tokens, doubled
     return parts
 
 

@@ -98,7 +98,7 @@ def heads_exchange_pays_off(cut: CutSegments) -> Booleans:
     narrower segments leave uneven.
     """
     segments = cut.all_segments
-    pays = np.zeros(len(segments.token), bool)
+    pays_off = np.zeros(len(segments.token), bool)
     # In other segments no rank lacks a token, or no head asks for one.
     chosen = np.flatnonzero((segments.first_rank < segments.last_rank) & (cut.num_kept > 0)[segments.branch])
     first, size = segments.token[chosen], segments.size[chosen]
@@ -110,8 +110,8 @@ def heads_exchange_pays_off(cut: CutSegments) -> Booleans:
     np.add.at(squares, index, (high - low).astype(np.float64) ** 2)  # beyond 64 bits for segments of 2**32 tokens
     # A rank that computes a head holds, on average, as many of its tokens as the rank of a token does.
     by_heads = (2 + 2 * cut.group) * (size - np.floor(squares / size))
-    pays[chosen] = (by_heads < by_rows) | (cut.is_causal & (size == segments.document_tokens[chosen]))
-    return pays
+    pays_off[chosen] = (by_heads < by_rows) | (cut.is_causal & (size == segments.document_tokens[chosen]))
+    return pays_off
 
 
 def assign_heads(cut: CutSegments, assigned: Booleans) -> HeadParts:

@@ -76,10 +76,8 @@ def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bo
     columns = (x[nonempty].tolist() for x in (peer, group, first, rate, (repeated.end - first - 1) // rate + 1))
     for peer_rank, peer_runs in groupby(sorted(zip(*columns)), itemgetter(0)):
         tokens = {group: _union(*zip(*(run[2:] for run in runs))) for group, runs in groupby(peer_runs, itemgetter(1))}
-        heads_with_rows = [head for head in range(len(plan.within)) if class_of_head[head] in tokens]
-        yield Message(
-            peer_rank, np.array(heads_with_rows, np.int64), tuple(tokens[class_of_head[head]] for head in heads_with_rows)
-        )
+        peer_heads = [head for head in range(len(plan.within)) if class_of_head[head] in tokens]
+        yield Message(peer_rank, np.array(peer_heads, np.int64), tuple(tokens[class_of_head[head]] for head in peer_heads))
 
 
 def _union(firsts: Sequence[int], strides: Sequence[int], rows: Sequence[int]) -> Integers:

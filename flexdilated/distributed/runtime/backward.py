@@ -16,30 +16,28 @@ from flexdilated.distributed.runtime.transport import Transport
 
 
 def context_backward(
-    work: TaskAttention, output_grads: OutputGradients, received: Tensor | None, transport: Transport
+    work: TaskAttention, outputs: OutputGradients, received: Tensor | None, transport: Transport
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dq, dk, dv` of this rank's shard, from its own outputs and those of all other ranks.
 
     Args:
         work: As in the forward.
-        output_grads: `dout`, `out` `(B, n, H, D)`, `dlse`, `lse` `(B, H, n)` of this rank's shard.
+        outputs: `dout`, `out` `(B, n, H, D)`, `dlse`, `lse` `(B, H, n)` of this rank's shard.
         received: The rows that the forward received; None: they travel again.
         transport: With other tags than the forward's.
     """
     buffers, (q, k, v) = work.buffers, (work.inputs.q, work.inputs.k, work.inputs.v)
-    remote, wait_for_outputs = _exchange_output_gradients(work, output_grads, transport)
+    remote, wait_for_outputs = _exchange_output_gradients(work, outputs, transport)
     is_received = received is not None
     received = q.new_empty(buffers.num_received) if received is None else received
     buffers.receive_into(received)
     if not is_received:
         exchange_queries(buffers, transport)()
     # Rows have one term per branch and source: sums of many ranks are kept in float32.
-    local_grads = backward(
-        output_grads.dout, output_grads.dlse, q, k, v, out=output_grads.out, lse=output_grads.lse, loop=work.loop, sums=buffers.sums
-    )
+    local_grads = backward(outputs.dout, outputs.dlse, q, k, v, out=outputs.out, lse=outputs.lse, loop=work.loop, sums=buffers.sums)
     grads = Gradients(buffers, *local_grads)
     wait_for_outputs()
-    grads_by_task = _split_by_task(work, output_grads, remote)
+    grads_by_task = _split_by_task(work, outputs, remote)
     if work.plan.pattern.detach_weights:
         grads_by_task = _with_own_outputs(work, grads_by_task, transport, received=is_received)
         is_received = True
@@ -64,23 +62,23 @@ def context_backward(
 
 
 def _exchange_output_gradients(
-    work: TaskAttention, output_grads: OutputGradients, transport: Transport
+    work: TaskAttention, outputs: OutputGradients, transport: Transport
 ) -> tuple[dict[int, Tensor], Callable[[], None]]:
     """Begin to send dout, out, lse and dlse to the ranks that computed the rows; return what comes, `(E, B, ...)`, and the wait."""
     via, buffers = work.schedule.out, work.buffers
     # Whether lse has a gradient may differ from rank to rank: the size of the message must not.
-    dlse = torch.zeros_like(output_grads.lse) if output_grads.dlse is None else output_grads.dlse
+    dlse = torch.zeros_like(outputs.lse) if outputs.dlse is None else outputs.dlse
     messages = {}
     for peer in via.receives:  # ranks that sent outputs in the forward
-        wide = [buffers.local_rows(x, via, peer).flatten(2) for x in (output_grads.dout, output_grads.out)]
-        bits = [view_bits(buffers.local_rows(x.transpose(1, 2), via, peer), buffers.dtype) for x in (output_grads.lse, dlse)]
+        wide = [buffers.local_rows(x, via, peer).flatten(2) for x in (outputs.dout, outputs.out)]
+        bits = [view_bits(buffers.local_rows(x.transpose(1, 2), via, peer), buffers.dtype) for x in (outputs.lse, dlse)]
         messages[peer] = torch.cat([*wide, *bits], dim=-1)
     width = buffers.group * (2 * buffers.head_dim + 2 * (buffers.sums.itemsize // buffers.dtype.itemsize))
-    remote = via.split(output_grads.dout.new_empty(via.num_sent, buffers.batch, width), sent=True)
+    remote = via.split(outputs.dout.new_empty(via.num_sent, buffers.batch, width), sent=True)
     return remote, transport.swap(messages, remote)
 
 
-def _split_by_task(work: TaskAttention, output_grads: OutputGradients, remote: dict[int, Tensor]) -> list[OutputGradients]:
+def _split_by_task(work: TaskAttention, outputs: OutputGradients, remote: dict[int, Tensor]) -> list[OutputGradients]:
     """Per task, `dout`, `out` `(b lane) group row d`, `dlse` and `lse` `(b lane) group row` of its rows."""
     buffers = work.buffers
     width = buffers.group * buffers.head_dim
@@ -91,14 +89,14 @@ def _split_by_task(work: TaskAttention, output_grads: OutputGradients, remote: d
         for table, x in zip(tables, (*wide, *numbers)):
             table[peer] = x
     douts, outs, lses, dlses = tables
-    dlse = torch.zeros_like(output_grads.lse) if remote and output_grads.dlse is None else output_grads.dlse
-    lse_rows = output_grads.lse.transpose(1, 2)[..., None]
+    dlse = torch.zeros_like(outputs.lse) if remote and outputs.dlse is None else outputs.dlse
+    lse_rows = outputs.lse.transpose(1, 2)[..., None]
     dlse_rows = None if dlse is None else dlse.transpose(1, 2)[..., None]
     return [
         OutputGradients(
-            dout=buffers.rows_of(task, output_grads.dout, douts),
+            dout=buffers.rows_of(task, outputs.dout, douts),
             dlse=None if dlse_rows is None else buffers.rows_of(task, dlse_rows, dlses)[..., 0],
-            out=buffers.rows_of(task, output_grads.out, outs),
+            out=buffers.rows_of(task, outputs.out, outs),
             lse=buffers.rows_of(task, lse_rows, lses)[..., 0],
         )
         for task in work.schedule.tasks

@@ -112,8 +112,8 @@ def attend(
             for peer, place in via.receives.items():
                 layers.append([(Scattered(*via.rows(peer)), out[place].transpose(0, 1), lse[place].transpose(0, 1))])
         out, lse = mix(layers, q, buffers.group, detach_weights=detaches)
-    tied: tuple[Tensor, Tensor] = _Tie.apply(out, lse, token)
-    return tied
+    results: tuple[Tensor, Tensor] = _Tie.apply(out, lse, token)
+    return results
 
 
 def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[Part]], list[list[Part]]]:

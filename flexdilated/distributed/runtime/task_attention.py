@@ -100,20 +100,18 @@ class TaskAttention:
             if scheduled.task.zero_keys:
                 add_zero_keys_(out, lse, scheduled.task.zero_keys)
 
-    def differentiate(self, number: int, keys: Sequence[RowRange], output_grads: OutputGradients, grads: Gradients) -> None:
+    def differentiate(self, number: int, keys: Sequence[RowRange], outputs: OutputGradients, grads: Gradients) -> None:
         """Add the gradients of a task and neighbouring ranges of its keys."""
         if not keys:
             return
-        task, sums, kernel = self.schedule.tasks[number], self.buffers.sums, self.loop.differentiating(output_grads.dlse)
+        task, sums, kernel = self.schedule.tasks[number], self.buffers.sums, self.loop.differentiating(outputs.dlse)
         q = self.buffers.rows_of(task, self.buffers.q, self.buffers.q_rows)
         dq = torch.zeros_like(q, dtype=sums)
         shape = (q.shape[0], 1, keys[-1].end - keys[0].first, self.buffers.head_dim)
         dk, dv = (q.new_zeros(shape, dtype=sums) for _ in range(2))
         for rows, columns, k, v, options in self._calls(number, keys):
-            lse, dlse = for_backward(
-                output_grads.lse[:, :, rows], None if output_grads.dlse is None else output_grads.dlse[:, :, rows]
-            )
-            dout, out = output_grads.dout[:, :, rows], output_grads.out[:, :, rows]
+            lse, dlse = for_backward(outputs.lse[:, :, rows], None if outputs.dlse is None else outputs.dlse[:, :, rows])
+            dout, out = outputs.dout[:, :, rows], outputs.out[:, :, rows]
             terms = kernel.backward(dout, dlse, q[:, :, rows], k, v, out=out, lse=lse, options=options)
             for total, term, span in zip((dq, dk, dv), terms, (rows, columns, columns)):
                 total[:, :, span] += term
