@@ -21,7 +21,7 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny
 MOST_SCALE = torch.finfo(torch.float32).max * math.log(2)
 
 GRID_LIMIT = 65535  # CUDA's for the batch and head dims of a launch
-ALIGNMENT = 16  # bytes that kernels on CUDA load at once, without a look at where a row begins
+ALIGNMENT = 16  # bytes per load of kernels on CUDA, which assume that every row begins aligned
 
 
 class Dropout(NamedTuple):
@@ -46,7 +46,7 @@ class Options(NamedTuple):
 def draw_seed(dropout_p: float, first_sequence: int) -> Tensor:
     """`(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws the same seed again.
 
-    Generators that are seeded alike give shards of a batch, told apart by their first sequence, seeds that have nothing in common.
+    Shards of a batch get independent seeds from equal generators: their first sequence is mixed in.
     """
     refuse_draws_again(dropout_p)
     return torch.randint(1 << 62, (1,), device="cpu") ^ spread(0, first_sequence)

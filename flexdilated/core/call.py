@@ -33,7 +33,7 @@ _encoded = lru_cache(maxsize=256)(encode)
 class Call(NamedTuple):
     """The options of `dilated_attention`, and which heads of a model the tensors hold.
 
-    `check` gives it complete: a scale and a number of heads, and whether the score function learns. Methods and no properties: the
+    `check` completes it: a scale, a number of heads, and whether the score function learns. Methods and no properties: the
     compiler of torch 2.9 looks for those in the fields.
     """
 

@@ -278,7 +278,7 @@ def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) 
     """Raise for a wrong score or mask function, by calling it as `first_pair` says.
 
     Returns:
-        Whether a gradient may be asked of what the score function holds; not told of traced functions.
+        Whether tensors that the score function reads may need a gradient; False for traced functions.
 
     Raises:
         TypeError: If it is not callable, takes other arguments, or returns something other than a score or a bool.
@@ -324,7 +324,7 @@ def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Ten
         inspect.signature(function).bind(*arguments)
     except TypeError:
         raise TypeError(f"{name} must take ({', '.join(parameters)}), got {inspect.signature(function)}") from None
-    except ValueError:  # a builtin without a signature: calling it tells
+    except ValueError:  # a builtin has no signature: the call below raises
         pass
     try:
         result: object = call_mod(name, function, *arguments)
@@ -344,7 +344,7 @@ def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Ten
 
 def call_mod(name: str, function: ScoreMod | MaskMod, *arguments: Tensor) -> Tensor:
     """Call a score or mask function; a note on its errors says that the function raised them."""
-    if torch.compiler.is_compiling():  # the tracer tells
+    if torch.compiler.is_compiling():  # the tracer reports errors
         return function(*arguments)
     try:
         return function(*arguments)

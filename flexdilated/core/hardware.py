@@ -42,7 +42,7 @@ class Hardware:
 def detect(device: torch.device | str) -> Hardware:
     """The hardware of a torch device."""
     device = torch.device(device)
-    if device.type == "cuda" and torch.cuda.is_available():  # fake tensors may lie on a device that is not there
+    if device.type == "cuda" and torch.cuda.is_available():  # the device of fake tensors may not exist
         return cuda_level(torch.cuda.get_device_capability(device))
     if device.type == "cpu":
         return _CPU
@@ -87,7 +87,7 @@ def autocast_dtype(device: torch.device | str) -> torch.dtype | None:
 def without_autocast(device: torch.device, *, traced_before: bool = False) -> AbstractContextManager[object]:
     """Tensor operations on a device in the dtypes of their inputs, whatever `torch.autocast` the caller is in.
 
-    A backward runs under the autocast of whoever calls it, so it needs this as much as its forward. A compiler may trace it where
+    A backward runs under the autocast of its caller, so it needs this as much as its forward. A compiler may trace it where
     there is none (`traced_before`).
     """
     if not traced_before and autocast_dtype(device) is None:

@@ -248,7 +248,7 @@ class DilatedKVCache:
             return self._attend_one(q, new, added, call)
         if not self._is_empty:
             return self._attend_blocks(q, new, added, call)
-        if self._tokens is not None:  # ranks that are given the same need none of each other, and have yet told nothing
+        if self._tokens is not None:  # ranks with equal tokens have exchanged no message yet: compare the tokens
             _, added = self._merged(q.new_empty(q.shape[0], 0, q.shape[2], self.head_dim + 1), added, call)
         out, _ = attend(q, new.k, new.v, call)
         self._store(new, added)

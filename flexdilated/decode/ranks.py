@@ -116,7 +116,7 @@ class Ranks:
             for peer in range(self.size)
         }
         own_positions = [store.last_positions(self.rank, end) for store in stores]
-        # Looked up twice, since the places of all peers at once are as large as all rows for each of them.
+        # Computed twice: the indices of all peers together would be as large as all rows times the peers.
         rows = {
             peer: [int((index_in(positions, shard) >= 0).sum()) for positions in own_positions] for peer, shard in enumerate(shards)
         }

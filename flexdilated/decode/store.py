@@ -54,8 +54,8 @@ class Store:
     `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another, finite. `is_marked` `(B, heads, sum of rows, 1)`: which
     were not. `held` `(B, branches)`: the number of the segment that each branch holds, -1 before the first token.
 
-    Over several ranks row `j` of a branch lies on rank `j % num_ranks`, as its row `j // num_ranks`: whatever the positions, every
-    rank holds as many, and a segment that fills up fills all ranks alike. All of them know `held`.
+    Over several ranks, row `j` of a branch is row `j // num_ranks` of rank `j % num_ranks`. So every rank has the same number of
+    rows, and a segment fills all ranks evenly. `held` is equal on all ranks.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Store:
     def _places(self, rank: int) -> list[Tensor]:
         """The position of each row of a rank in its segment, per branch: `(heads, rows)`.
 
-        Where the rows do not divide, the last one of some ranks lies behind every segment, or behind `max_length`: no token comes.
+        If the number of rows is no multiple of the ranks, the last row of some ranks is past the end of the segment and unused.
         """
         return [
             (torch.arange(rows, device=self.offsets.device) * self.num_ranks + rank) * r + self.offsets[:, i, None]
@@ -123,11 +123,11 @@ class Store:
     ) -> Tensor:
         """Attention of queries `(B, T, H, D)` at `positions` `(B, T)` in these heads: `(B, T, heads * group, D)`.
 
-        Stored rows below position `lengths` `(B,)`, and the queries' own tokens where they are not stored yet. Those stand once per
-        branch, so that each counts as often as branches join the pair.
+        Keys are the stored rows below position `lengths` `(B,)`, and the tokens `new` if they are not stored yet. New tokens occur
+        once per branch, so that a pair counts as often as branches join it.
 
-        Over several ranks, of which each sees the stored rows and the new tokens that are its own: the part of one, and its lse
-        behind the last element, `(B, T, heads * group, D + 1)`.
+        Over several ranks, each attends to its own stored rows and new tokens. It returns a partial result with its lse as the last
+        element, `(B, T, heads * group, D + 1)`.
         """
         batch, num_tokens = positions.shape
         keeps = self.keeps(positions)
@@ -156,7 +156,7 @@ class Store:
         k_heads = k.shape[1]
         q = q.unflatten(2, (self.num_kv_heads, -1))[:, :, self.heads.start : self.heads.stop]  # (B, T, heads, group, D)
         group, head_dim = q.shape[3:]
-        # Query heads that share a key stand one after another as rows of one head: keys are read where they lie, not repeated.
+        # Query heads that share a key head become rows of one head, so that keys are not repeated.
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, k_heads, group * num_tokens, head_dim)
         mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(batch, k_heads, group * num_tokens, -1)
         if self.num_ranks == 1 and call.sinks is None:
@@ -226,7 +226,7 @@ class Store:
     def _index(self, rows: Tensor) -> Tensor:
         """The places of rows `(..., branches)` among the stored ones; rows of other ranks get the places of their neighbours.
 
-        A full sequence, to which nothing is added, stands behind the last row: its index must exist all the same.
+        The next row of a full sequence is after the last one. Nothing is added to it, but its index must exist.
         """
         return (rows // self.num_ranks).clamp(max=self.last_rows) + self.first_rows
 

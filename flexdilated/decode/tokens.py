@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexdilated.core.tracing import holds_values
 
-# Tokens attended at once where a chunk begins behind stored keys: its mask has as many rows, and a column per stored row.
+# Tokens per attention call of a chunk after stored keys: the mask has a row per token and a column per stored row.
 BLOCK = 128
 
 

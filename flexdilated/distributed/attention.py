@@ -83,7 +83,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         raise
     # A score function may learn where q, k and v do not: then a backward has no messages.
     sends_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    # How many rows the backward is left depends on where documents lie, which tracing does not know.
+    # The number of rows saved for the backward depends on document boundaries, whose values tracing does not know.
     keeps = request.differentiable and (TRACES_UNKNOWN_SIZES or call.cu_seqlens is None or not torch.compiler.is_compiling())
     context = RankContext(
         group_name=group_name,
@@ -174,7 +174,7 @@ def _received_size(inputs: Inputs, flat: Flat, context: RankContext) -> Any:
     q = inputs.q
     if not context.keeps:
         return 0
-    # Where documents lie, and sizes that change from call to call, are known at run time only. Where that cannot be traced, each
+    # Document boundaries, and sizes that change from call to call, are known at run time only. Where that cannot be traced, each
     # length gets a graph of its own.
     sizes = (*q.shape, *context.shard_lengths)
     if inputs.cu_seqlens is not None or (TRACES_UNKNOWN_SIZES and any(isinstance(n, torch.SymInt) for n in sizes)):

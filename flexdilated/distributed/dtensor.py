@@ -61,7 +61,7 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
 
 
 def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceMesh | None) -> Call:
-    """The call of this rank's parts, where the tokens lie on the ranks of a mesh."""
+    """The call on this rank's local tensors; `mesh`: the ranks that share the tokens."""
     axis = layout.axis(TOKENS)
     if axis is not None:
         for name, value in (("mesh", call.mesh), ("shard_lengths", call.shard_lengths)):

@@ -117,7 +117,9 @@ def gather_tokens(
     if lengths[rank]:
         token_local = x_local[sequence, (positions - sum(lengths[:rank])).clamp(0, lengths[rank] - 1)][:, None]
     else:
-        token_local = x_local.sum(1, keepdim=True, dtype=x_local.dtype)  # zeros, of which autograd knows where they are from
+        token_local = x_local.sum(
+            1, keepdim=True, dtype=x_local.dtype
+        )  # zeros that depend on x_local, so that its gradient is defined
     tokens_of_ranks = _unsharded(token_local[None], mesh, 0, (1,) * len(lengths), reduce_gradients, lengths)
     positions_of_ranks = _unsharded(positions.long()[None], mesh, 0, (1,) * len(lengths), False, lengths)
     torch._assert_async((positions_of_ranks == positions).all(), "positions must be the same on all ranks, got others")

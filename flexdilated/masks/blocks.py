@@ -124,7 +124,7 @@ def _expand(row: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
 def _full_columns(branches: tuple[Kept, ...], seq_len: int, row_size: int, column_size: int, order: Order) -> tuple[Tensor, Tensor]:
     """First and last column block (none where last < first) that branches of rate 1 join in full with each row block.
 
-    A pair is joined by such a branch when no border of its segments lies between the two. Of all pairs with the column below the
+    A pair is joined by such a branch when no border of its segments is between the two. Of all pairs with the column below the
     row the widest decides, and likewise above.
     """
     first_token = torch.arange(0, seq_len, row_size)
@@ -168,7 +168,7 @@ def _completed(
         return
     is_inside = ((row + 1) * row_size <= seq_len) & ((column + 1) * column_size <= seq_len) & ~full
     candidates = is_inside.nonzero()[:, 0]
-    # The corners first, those that lie farthest apart before the others: few blocks have them all.
+    # Check corners first, the most distant ones before the others: few blocks have them all.
     for i, j in ((-1, 0), (0, -1), (0, 0), (-1, -1)):
         x = row[candidates] * row_size + i % row_size
         y = column[candidates] * column_size + j % column_size

@@ -39,8 +39,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, differentiable, also in what the functions hold.
 
     Raises:
-        NotImplementedError: If torchscale's zero keys take part: they have no position to tell the functions. In compiled code also
-            for documents, and before torch 2.11 for a dynamic number of tokens.
+        NotImplementedError: If torchscale's zero keys take part: functions take positions, and zero keys have none. In compiled
+            code also for documents, and before torch 2.11 for a dynamic number of tokens.
     """
     refuse_traced_derivatives(of_operators=False)
     refuse_draws_again(call.dropout_p)
@@ -167,7 +167,7 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments, `(B, ..., 1, R, D)`.
 
-    `hidden`, `b`, `h`, `q_idx` and `kv_idx`, what is ignored and where the pairs stand, broadcast to `(B, ..., group, rows, R)`.
+    `hidden` (ignored keys) and the positions `b`, `h`, `q_idx` and `kv_idx` of the pairs broadcast to `(B, ..., group, rows, R)`.
     The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
     """
     tensors = (q, k, v, hidden, b, h, q_idx, kv_idx)

@@ -91,7 +91,7 @@ def _branch(
 
     visible = ~is_padding if ignored is None else ~(is_padding | ignored[batch, token])
     if pattern.zero_padding and not flat.is_causal:
-        # Rows behind the last token are keys, of zeros: those of a whole segment, or up to a multiple of the rate in a shorter one.
+        # Rows after the last token are zero keys: those of a whole segment, or up to a multiple of the rate in a shorter one.
         is_longer = torch.full((), num_tokens, device=device) > length
         visible = visible | is_padding & (is_longer | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
     visible = visible[:, None]
@@ -106,7 +106,7 @@ def _branch(
     n, lane = torch.arange(num_tokens, device=device)[:, None], torch.arange(lanes, device=device)
     segment = n // length
     softmax = (torch.arange(batch_size, device=device)[:, None, None] * num_segments + segment) * lanes + lane  # (B, N, h)
-    position = n - segment * length - offset  # (N, h), behind the first that is kept
+    position = n - segment * length - offset  # (N, h), relative to the first kept position
     is_kept, row = (position >= 0) & (position % rate == 0), position.clamp(min=0) // rate
     out = out[softmax, row].masked_fill(~is_kept[..., None], 0.0)
     lse = lse[softmax, row].masked_fill(~is_kept, -math.inf)

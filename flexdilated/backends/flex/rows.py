@@ -40,7 +40,7 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, lanes: L
         k: `(lane, 1, keys, D)`.
         v: `(lane, 1, keys, D)`.
         hidden: Keys that are ignored, `(lane, keys)`.
-        lanes: Where they stand.
+        lanes: Positions of the rows.
         call: Checked.
     """
     outs, lses = [], []

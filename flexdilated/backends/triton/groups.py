@@ -18,14 +18,10 @@ LEAST = 8
 
 
 class Group(NamedTuple):
-    """Pieces of one branch that one launch computes, in any order: their outputs never meet.
+    """Pieces of one branch that one launch computes. Their outputs are disjoint, so their order is free."""
 
-    `one` of them tells what a kernel is compiled for, which is alike for all. The fields of `each` are those of `one` where it is
-    alone, else arrays `(P,)`: with them, too, a launch computes as it would with numbers.
-    """
-
-    one: Piece
-    each: Piece
+    one: Piece  # a piece of the group: a kernel is compiled for fields that are equal in all pieces of a group
+    each: Piece  # `one` if the group has one piece, else a `Piece` whose fields are `(P,)` arrays over the P pieces
 
 
 def groups(pieces: tuple[Piece, ...], device: torch.device) -> tuple[Group, ...]:
@@ -77,8 +73,8 @@ def _group(pieces: list[Piece]) -> Group:
 def table_of(numbers: Sequence[Any], programs: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """The table of many pieces: rows `(P, numbers and the first program)`, and per program the row of its own.
 
-    Made anew for each launch, in its stream, so no other work can be given its memory too early. The host does not wait for the
-    copy: it would wait for all that was launched before.
+    Made for each launch, in its stream, so that its memory is not reused too early. The host does not wait for the copy: it would
+    wait for all earlier launches.
 
     Args:
         numbers: Arrays `(P,)`.

@@ -1,8 +1,8 @@
 """Segments that span more than one shard, in integers, and the rows that heads keep in them.
 
-The sequence is cut in contiguous shards. A segment that lies inside one shard is computed there. This file describes the *cut*
-segments alone. The tokens of a segment are numbered `0, 1, ...` as slots. Each rank holds an interval of slots, and a head keeps
-the slots of its offset modulo the rate.
+The sequence is cut in contiguous shards. A segment inside one shard is computed on its rank. This file describes the *cut* segments
+only, which span more than one shard. The tokens of a segment are numbered `0, 1, ...` as slots. Each rank holds an interval of
+slots, and a head keeps the slots of its offset modulo the rate.
 """
 
 from __future__ import annotations
