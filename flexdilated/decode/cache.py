@@ -26,7 +26,7 @@ from flexdilated.decode.arguments import (
     checked_indices,
     checked_length,
 )
-from flexdilated.decode.store import Past, Store, kept_where_refused
+from flexdilated.decode.store import Past, Store, restored_on_error
 from flexdilated.decode.tokens import BLOCK, Tokens, read_new
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class DilatedKVCache:
         """Attention of one token per sequence. The token is stored first, so that no copy of the other rows is needed."""
         positions = self.new_positions(1)  # (B, 1)
         can_be_refused = self._ranks is not None and not torch.compiler.is_compiling()
-        with kept_where_refused(self._stores, positions) if can_be_refused else nullcontext():
+        with restored_on_error(self._stores, positions) if can_be_refused else nullcontext():
             for store in self._stores:
                 store.put(new, positions[:, 0], added > 0)
             # Where nothing was added the output is padding, whatever is seen.

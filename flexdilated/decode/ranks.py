@@ -112,7 +112,7 @@ class Ranks:
 
         shard_local, width = shards[self.rank], 2 * new.k.shape[3] + 1
         sends = {
-            peer: torch.cat([store.taken(new, index_in(store.last_positions(peer, end), shard_local)) for store in stores])
+            peer: torch.cat([store.rows_at(new, index_in(store.last_positions(peer, end), shard_local)) for store in stores])
             for peer in range(self.size)
         }
         own_positions = [store.last_positions(self.rank, end) for store in stores]
@@ -125,7 +125,7 @@ class Ranks:
         self.swap(sends, {peer: message for peer, message in receives.items() if peer != self.rank})
         for peer, message in receives.items():
             for store, positions, part in zip(stores, own_positions, message.split(rows[peer])):
-                store.place(part, index_in(positions, shards[peer]))
+                store.put_rows(part, index_in(positions, shards[peer]))
         for store in stores:
             store.hold(end)
 
@@ -138,12 +138,12 @@ class Ranks:
     def agree(self, q: Tensor, call: Call, shard_lengths: Sequence[int]) -> None:
         """Wait until all ranks have made the same call on shards."""
         shape = [q.shape[0], sum(shard_lengths), q.shape[2]]
-        described = _call_of(self._with(call), shape, call.scale) | {"shard_lengths": shard_lengths}
+        described = _call_of(self._description(call), shape, call.scale) | {"shard_lengths": shard_lengths}
         group = self.mesh.get_group()
         with one_call(group) as number:
             compare(group, q.device, Fields(described), (number,))
 
-    def _with(self, call: Call) -> str:
+    def _description(self, call: Call) -> str:
         """The description of the cache, and whether there are sinks. Their scores are not compared."""
         return self._described if call.sinks is None else f'{self._described[:-1]}, "sinks": true}}'
 
@@ -154,7 +154,7 @@ class Ranks:
             ValueError: If the ranks make other calls, hold caches of other lengths, add others, have reordered sequences otherwise,
                 or are given other tokens: `lengths` `(4 * B,)`.
         """
-        return _merged(parts, lengths, call.scale, self.group_name, self._with(call))
+        return _merged(parts, lengths, call.scale, self.group_name, self._description(call))
 
 
 def merge_parts(parts: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Past(NamedTuple):
 
 
 @contextmanager
-def kept_where_refused(stores: Sequence[Store], positions: Tensor) -> Iterator[None]:
+def restored_on_error(stores: Sequence[Store], positions: Tensor) -> Iterator[None]:
     """Restore the rows that tokens at `positions` `(B, T)` overwrite if an error ends the block."""
     saved = [store.overwritten(positions) for store in stores]
     try:
@@ -237,14 +237,14 @@ class Store:
         positions = torch.cat(parts, dim=-1)
         return torch.where(positions < end[:, None, None], positions, -1)
 
-    def taken(self, new: Tokens, index: Tensor) -> Tensor:
+    def rows_at(self, new: Tokens, index: Tensor) -> Tensor:
         """`(E, 2 D + 1)` keys, values and marks of the new tokens `index` `(B, heads, rows)`; an index below 0 gives no row."""
         b, head, row = (index >= 0).nonzero(as_tuple=True)
         k, v, is_marked = (x[b, head, index[b, head, row]] for x in self._own_rows(new))
         return torch.cat([k, v, is_marked.to(k.dtype)], dim=1)
 
-    def place(self, rows: Tensor, index: Tensor) -> None:
-        """Store `rows`, which `taken` returned, where `index` `(B, heads, sum of rows)` is not below 0."""
+    def put_rows(self, rows: Tensor, index: Tensor) -> None:
+        """Store `rows`, which `rows_at` returned, where `index` `(B, heads, sum of rows)` is not below 0."""
         dim = self.k.shape[3]
         for stored, x in zip(self.rows_held, (rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim :] > 0)):
             stored[index >= 0] = x

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexdilated.core.bounded_cache import recent
-from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expanded, kept_below
+from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expand_ranges, kept_below
 
 MOST = (5, 4)  # a rank takes 5/4 of its part of a segment's tokens at most: more would travel than it saves
 LEAST = 32  # a head is not cut for less than one in so many of the queries that a rank takes: its keys would travel once more
@@ -71,7 +71,7 @@ def _pairs_before(cut: CutSegments, position: Integers, num_tokens: Integers, w:
 def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:
     """`(num_ranks,)` pairs that each rank scores in these parts."""
     pairs, segments, (start, _, offsets) = np.zeros(cut.num_ranks, np.int64), cut.all_segments, cut.all_kept
-    part, place = expanded(parts.place, parts.places)
+    part, place = expand_ranges(parts.place, parts.places)
     segment = parts.segment[part]
     branch, size = segments.branch[segment], segments.size[segment]
     rate, offset = cut.rates[branch], offsets[start[branch] + place]
@@ -84,8 +84,8 @@ def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:
 def own_parts(cut: CutSegments, segments: Integers) -> HeadParts:
     """The parts of some segments (indices into `all_segments`), if each rank computes its own outputs."""
     chosen = cut.all_segments.where(segments)
-    index, rank = expanded(chosen.first_rank, chosen.last_rank - chosen.first_rank + 1)
-    low, high = cut.held(chosen.token[index], chosen.size[index], rank)
+    index, rank = expand_ranges(chosen.first_rank, chosen.last_rank - chosen.first_rank + 1)
+    low, high = cut.slots_of_rank(chosen.token[index], chosen.size[index], rank)
     places = cut.num_kept[chosen.branch[index]]
     parts = HeadParts(segments[index], np.zeros_like(index), places, rank, low, high)
     return parts.where((low < high) & (places > 0))
@@ -102,8 +102,8 @@ def heads_exchange_pays_off(cut: CutSegments) -> Booleans:
     # In other segments no rank lacks a token, or no head asks for one.
     chosen = np.flatnonzero((segments.first_rank < segments.last_rank) & (cut.num_kept > 0)[segments.branch])
     first, size = segments.token[chosen], segments.size[chosen]
-    index, rank = expanded(segments.first_rank[chosen], (segments.last_rank - segments.first_rank + 1)[chosen])
-    low, high = cut.held(first[index], size[index], rank)
+    index, rank = expand_ranges(segments.first_rank[chosen], (segments.last_rank - segments.first_rank + 1)[chosen])
+    low, high = cut.slots_of_rank(first[index], size[index], rank)
     by_rows, squares = np.zeros_like(size), np.zeros(len(size))
     # Ranks with queries need the tokens of other ranks, or, if causal, of earlier ranks.
     np.add.at(by_rows, index, 2 * np.where(low < high, low if cut.is_causal else size[index] - (high - low), 0))
@@ -121,16 +121,17 @@ def assign_heads(cut: CutSegments, assigned: Booleans) -> HeadParts:
         cut: The cut segments.
         assigned: `(segments,)`, over all branches, whether to assign the heads of a segment.
     """
-    all_segments, segments = cut.all_segments, np.flatnonzero(assigned)
+    segments = np.flatnonzero(assigned)
+    chosen = cut.all_segments.where(segments)
     pairs = (pairs_by_rows(cut) - pairs_of_parts(cut, own_parts(cut, segments))).tolist()
-    index, ranks = expanded(all_segments.first_rank[segments], (all_segments.last_rank - all_segments.first_rank + 1)[segments])
-    low, high = cut.held(all_segments.token[segments[index]], all_segments.size[segments[index]], ranks)
+    index, ranks = expand_ranges(chosen.first_rank, chosen.last_rank - chosen.first_rank + 1)
+    low, high = cut.slots_of_rank(chosen.token[index], chosen.size[index], ranks)
     has_tokens = low < high
     ranks, tokens = ranks[has_tokens].tolist(), (high - low)[has_tokens].tolist()
     begin = np.searchsorted(index[has_tokens], np.arange(len(segments) + 1)).tolist()
     parts: list[tuple[int, ...]] = []
     # The widest segments last: they have the most ranks, which can even out what is left.
-    branch, widths = all_segments.branch[segments].tolist(), [length for length, _ in cut.pattern.segments("the planner of ranks")]
+    branch, widths = chosen.branch.tolist(), [length for length, _ in cut.pattern.segments("the planner of ranks")]
     for number in sorted(range(len(segments)), key=lambda number: widths[branch[number]]):
         span = slice(begin[number], begin[number + 1])
         parts += _parts_of_segment(cut, int(segments[number]), ranks[span], tokens[span], pairs)

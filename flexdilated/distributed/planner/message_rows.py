@@ -11,7 +11,7 @@ from operator import itemgetter
 import numpy as np
 
 from flexdilated.distributed.planner.plan import ContextPlan
-from flexdilated.distributed.planner.segments import Integers, expanded
+from flexdilated.distributed.planner.segments import Integers, expand_ranges
 
 SPREAD = 64  # with more tokens than so many per row, rows are sorted; else they are marked in a table of tokens
 
@@ -66,7 +66,7 @@ def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bo
     class_of_head = {head: i for i, heads in enumerate(classes) for head in heads}
     # Progressions of tokens, one for each span and class.
     start, heads, offsets = plan.all_kept
-    span, place = expanded(start[spans.branch] + spans.place, spans.places)
+    span, place = expand_ranges(start[spans.branch] + spans.place, spans.places)
     span, place = (x[number[heads[place]] >= 0] for x in (span, place))
     repeated, offset = spans.where(span), offsets[place]
     rate = plan.rates[repeated.branch]

@@ -15,7 +15,7 @@ from flexdilated.core.call import EXCHANGES as ASKED
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import refuse_shifts
 from flexdilated.distributed.planner.load_balance import HeadParts, assign_heads, heads_exchange_pays_off, own_parts
-from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expanded
+from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expand_ranges
 
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where times are equal
 SPANS = 1 << 18  # at most about so many spans are made together
@@ -100,7 +100,7 @@ class ContextPlan(CutSegments):
         first, end = segments.token + low, segments.token + high
         holder = np.maximum(self.rank_of(first), senders.start)
         last = np.minimum(self.rank_of(end - 1), senders.stop - 1)
-        part, rank = expanded(holder, np.maximum(0, last - holder + 1))
+        part, rank = expand_ranges(holder, np.maximum(0, last - holder + 1))
         first, end = np.maximum(first[part], self.limits[rank]), np.minimum(end[part], self.limits[rank + 1])
         nonempty = np.flatnonzero((first < end) & (rank != parts.executor[part]))
         part, rank, executor = part[nonempty], rank[nonempty], parts.executor[part[nonempty]]

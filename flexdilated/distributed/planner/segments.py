@@ -111,7 +111,7 @@ class CutSegments:
         """`(rank, begin, end, tokens of the document, count)` of parts of documents that ranks hold; equal parts are one entry."""
         start, num_tokens = np.array([document for document in self.documents if document[1]], np.int64).reshape(-1, 2).T
         first, last = self.rank_of(start), self.rank_of(start + num_tokens - 1)
-        document, rank = expanded(first, last - first + 1)
+        document, rank = expand_ranges(first, last - first + 1)
         start, num_tokens = start[document], num_tokens[document]
         begin, end = (np.clip(border - start, 0, num_tokens) for border in (self.limits[rank], self.limits[rank + 1]))
         parts, count = np.unique(np.stack([rank, begin, end, num_tokens]), axis=1, return_counts=True)
@@ -121,7 +121,7 @@ class CutSegments:
         """The rank whose shard has each token."""
         return np.searchsorted(self.limits, tokens, side="right") - 1
 
-    def held(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
+    def slots_of_rank(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
         """The slots `first ... end` of a segment that a rank holds; slot 0 is token `token`, and the segment has `size` tokens."""
         return np.clip(self.limits[rank] - token, 0, size), np.clip(self.limits[np.add(rank, 1)] - token, 0, size)
 
@@ -131,14 +131,14 @@ class CutSegments:
         start, num_tokens = np.array(self.cut_documents, np.int64).reshape(-1, 2).T
         inner = np.unique(self.limits[1:-1])
         low, high = np.searchsorted(inner, start, side="right"), np.searchsorted(inner, start + num_tokens)
-        document, number = expanded(low, high - low)
+        document, number = expand_ranges(low, high - low)
         border = inner[number] - start[document]
         w = np.minimum(self.lengths[:, None], num_tokens)  # (branches, documents)
         # Cut by a border: segments that begin before it and end after it.
         first, last = border // w[:, document], -(-border // w[:, document])  # (branches, borders)
         # Several borders may cut one segment.
         first[:, 1:] = np.where(document[1:] == document[:-1], np.maximum(first[:, 1:], last[:, :-1]), first[:, 1:])
-        pair, index = expanded(first.reshape(-1), np.maximum(0, last - first).reshape(-1))
+        pair, index = expand_ranges(first.reshape(-1), np.maximum(0, last - first).reshape(-1))
         branch, document = pair // max(1, len(document)), np.tile(document, len(w))[pair]
         w, start, num_tokens = w[branch, document], start[document], num_tokens[document]
         token, size = start + index * w, np.minimum(w, num_tokens - index * w)
@@ -175,7 +175,7 @@ class CutSegments:
         return np.array([len(branch.heads) for branch in self.kept], np.int64)
 
 
-def inside(begin: Any, end: Any, num_tokens: Any, w: Any) -> tuple[Any, Any]:
+def segments_between(begin: Any, end: Any, num_tokens: Any, w: Any) -> tuple[Any, Any]:
     """The range `first ... end` of whole segments between two positions of a document.
 
     Args:
@@ -188,10 +188,10 @@ def inside(begin: Any, end: Any, num_tokens: Any, w: Any) -> tuple[Any, Any]:
     return first, np.maximum(first, stop)
 
 
-def expanded(first: Integers, count: Integers) -> tuple[Integers, Integers]:
+def expand_ranges(first: Integers, count: Integers) -> tuple[Integers, Integers]:
     """Concatenate the ranges `first ... first + count`: the index of the range of each number, and the numbers.
 
-    `expanded([5, 8], [2, 1])` is `([0, 0, 1], [5, 6, 8])`.
+    `expand_ranges([5, 8], [2, 1])` is `([0, 0, 1], [5, 6, 8])`.
     """
     ends = np.cumsum(count)
     run = np.repeat(np.arange(len(count)), count)

@@ -10,7 +10,7 @@ import numpy as np
 from flexdilated.core.bounded_cache import PIECE, recent
 from flexdilated.core.pieces import Piece, branch_order, document_pieces, everything_kept
 from flexdilated.distributed.planner.plan import ContextPlan
-from flexdilated.distributed.planner.segments import Integers, Segments, inside, kept_below
+from flexdilated.distributed.planner.segments import Integers, Segments, kept_below, segments_between
 
 NOBODY: Integers = np.empty(0, np.int64)
 
@@ -90,7 +90,7 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
     for branch in branch_order(plan.pattern):
         length = plan.pattern.segments("the planner of ranks")[branch].segment_length
         w = np.minimum(length, num_tokens)
-        limits = inside(begin - start, end - start, num_tokens, w)
+        limits = segments_between(begin - start, end - start, num_tokens, w)
         columns = (x.tolist() for x in (start - begin, num_tokens, *limits))
         documents = [(token, count, range(first, stop)) for token, count, first, stop in zip(*columns)]
         # The whole segments of the branch that keeps everything cover a shard that cuts none of them.
