@@ -85,10 +85,10 @@ class PieceLoop:
         )
         if self.in_place is None:
             row_bytes = self.group * q.shape[3] * q.element_size() if self._packs else 0
-            most = CPU_SLAB_BYTES if self._packs else GRID_LIMIT
-            apart = key_padding_mask is not None or self.group > 1
+            limit = CPU_SLAB_BYTES if self._packs else GRID_LIMIT
+            offsets_apart = key_padding_mask is not None or self.group > 1
             self._merging: Any = None if self._packs else merging(self._request)
-            self.plan = slabs_of(pieces, q.shape[0], q.shape[1], self.group, most, packed=row_bytes, offsets_apart=apart)
+            self.plan = slabs_of(pieces, q.shape[0], q.shape[1], self.group, limit, packed=row_bytes, offsets_apart=offsets_apart)
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
@@ -179,10 +179,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
     if loop.in_place is not None:
         loop.in_place.forward(out, lse, q, k, v, pieces=loop.pieces, options=loop.options)
         return out, lse
-    given = Rows(loop.plan, q, loop.group), Rows(loop.plan, k), Rows(loop.plan, v)
+    input_rows = Rows(loop.plan, q, loop.group), Rows(loop.plan, k), Rows(loop.plan, v)
     out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (out, lse.transpose(1, 2)[..., None]))
     for slab in loop.slabs():
-        inputs = loop.inputs(slab, *given)
+        inputs = loop.inputs(slab, *input_rows)
         if not slab.piece.covers:
             loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs))
             continue
@@ -218,12 +218,12 @@ def backward(
         )
         return grads
     lse, dlse = for_backward(lse, dlse)
-    given, kernel = (Rows(loop.plan, q, loop.group), Rows(loop.plan, k), Rows(loop.plan, v)), loop.differentiating(dlse)
+    input_rows, kernel = (Rows(loop.plan, q, loop.group), Rows(loop.plan, k), Rows(loop.plan, v)), loop.differentiating(dlse)
     dout_rows, out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (dout, out, lse.transpose(1, 2)[..., None]))
     dlse_rows = None if dlse is None else Rows(loop.plan, dlse.transpose(1, 2)[..., None], loop.group)
     sum_rows = Rows(loop.plan, dq, loop.group), Rows(loop.plan, dk), Rows(loop.plan, dv)
     for slab in loop.slabs():
-        inputs = loop.inputs(slab, *given)
+        inputs = loop.inputs(slab, *input_rows)
         dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab).select(3, 0)
         dlse_i = None if dlse_rows is None else dlse_rows.read(slab).select(3, 0)
         if loop.detaches:
