@@ -84,25 +84,25 @@ def convert(
         raise TypeError(f"skip must be a collection of paths, got the string {skip!r}")
     _refuse_wrapped(model)
     layers = find_modules(model, lambda m: isinstance(m, (nn.MultiheadAttention, *attention_classes())))
-    others = _other_attention(model, layers)
-    known = {path for paths in (*layers.values(), *others.values()) for path in paths}
+    other_layers = _other_attention(model, layers)
+    known_paths = {path for paths in (*layers.values(), *other_layers.values()) for path in paths}
     for path in skip:
-        if path not in known:
-            raise ValueError(f"skip must hold paths of attention layers, {sorted(known)}, got {path!r}")
+        if path not in known_paths:
+            raise ValueError(f"skip must hold paths of attention layers, {sorted(known_paths)}, got {path!r}")
     layers = {layer: paths for layer, paths in layers.items() if not set(paths) & set(skip)}
     if not layers:
-        done = find_modules(model, lambda m: isinstance(m, (MultiheadDilatedAttention, TimmAttention)))
-        if done:
-            first = next(iter(done.values()))[0]
+        converted = find_modules(model, lambda m: isinstance(m, (MultiheadDilatedAttention, TimmAttention)))
+        if converted:
+            first = next(iter(converted.values()))[0]
             raise ValueError(f"model must hold attention that is not dilated yet, got {first!r}: it is already converted")
-        seen = [f"{paths[0]!r} of {_named(other)}" for other, paths in others.items()]
-        got = f"none but {', '.join(seen[:3])}{', ...' if seen[3:] else ''}" if seen else "none"
-        of_library = any(each.__module__.partition(".")[0] == "transformers" for each in type(model).__mro__)
+        names = [f"{paths[0]!r} of {_named(other)}" for other, paths in other_layers.items()]
+        description = f"none but {', '.join(names[:3])}{', ...' if names[3:] else ''}" if names else "none"
+        is_transformers = any(base.__module__.partition(".")[0] == "transformers" for base in type(model).__mro__)
         remedy = "models of the transformers library take a pattern by flexdilated.hub.transformers"
-        if not of_library:
+        if not is_transformers:
             remedy = "where a model calls scaled_dot_product_attention itself, call flexdilated.dilated_attention in its place"
-        raise ValueError(f"model must hold {WANTED}, not skipped, got {got}; {remedy}")
-    for other, paths in others.items():
+        raise ValueError(f"model must hold {WANTED}, not skipped, got {description}; {remedy}")
+    for other, paths in other_layers.items():
         if type(other).__module__.partition(".")[0] in PACKAGES and not set(paths) & set(skip):
             raise ValueError(
                 f"{paths[0]!r}: module must be {WANTED}, got {_named(other)}; name its path in skip to leave it as it is"
@@ -145,8 +145,8 @@ def convert(
                 )
                 _freeze_like(dilated, layer)
         except ValueError as error:
-            where = repr(paths[0]) if paths[0] else "the model itself"
-            raise ValueError(f"{where}: {error}; name its path in skip to leave it as it is") from error
+            place = repr(paths[0]) if paths[0] else "the model itself"
+            raise ValueError(f"{place}: {error}; name its path in skip to leave it as it is") from error
         places.update(dict.fromkeys(paths, dilated))
     if "" in places:
         return places[""]
@@ -159,7 +159,7 @@ def convert(
 
 
 def _check(layer: nn.MultiheadAttention, paths: list[str], owners: dict[int, set[str]]) -> None:
-    """That nothing of a layer would be lost with its copied weights.
+    """Check that copied weights are everything that a layer holds.
 
     Raises:
         ValueError: If something would.
@@ -192,8 +192,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         if type(module).__name__ in WRAPPERS and type(module).__module__.startswith("torch."):
-            where = repr(path) if path else "the model itself"
-            raise ValueError(f"{where}: must be no {type(module).__name__}, got one; convert the model before it is wrapped")
+            place = repr(path) if path else "the model itself"
+            raise ValueError(f"{place}: must be no {type(module).__name__}, got one; convert the model before it is wrapped")
 
 
 def _other_attention(model: nn.Module, layers: Collection[nn.Module]) -> dict[nn.Module, list[str]]:

@@ -41,12 +41,12 @@ def portable(program: ExportedProgram) -> ExportedProgram:
     table.update({getattr(torch.ops.flexdilated, name).default: formula for name, formula in FORMULAS.items()})
     decomposed = program.run_decompositions(table)
     targets = {str(node.target) for node in decomposed.graph.nodes}
-    left = sorted(target for target in targets if target.startswith(("flexdilated.", "flex_attention")))
-    if "flexdilated.grids.default" in left:
+    remaining = sorted(target for target in targets if target.startswith(("flexdilated.", "flex_attention")))
+    if "flexdilated.grids.default" in remaining:
         raise NotImplementedError(
             "program must hold operators that have a portable form, got score_mod or mask_mod with a dynamic number of tokens; "
             "export it with a static one"
         )
-    if left:
-        raise NotImplementedError(f"program must hold operators that have a portable form, got {', '.join(left)}; {WAYS_OUT}")
+    if remaining:
+        raise NotImplementedError(f"program must hold operators that have a portable form, got {', '.join(remaining)}; {WAYS_OUT}")
     return decomposed

@@ -76,10 +76,10 @@ def attention_map(
             "attention_map must be called outside torch.func and forward-mode differentiation, got a call under one: its weights "
             "have no derivative"
         )
+    call = Call(pattern=pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask, mesh=mesh)
     if mesh is None:
         if shard_lengths is not None:
             raise ValueError(f"shard_lengths must come with mesh, got {shard_lengths} and no mesh")
-        call = Call(pattern=pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask)
         refuse_shards_of_torch(0)
         _check(q, k, call)
         return _weights(q, k, call, _positions(queries, q.shape[1]))
@@ -89,12 +89,11 @@ def attention_map(
     if sums.num_ranks > 1 and torch.compiler.is_compiling():
         options = {"is_causal": is_causal, "scale": scale, "key_padding_mask": key_padding_mask, "shard_lengths": shard_lengths}
         return _map_uncompiled(q, k, pattern, queries=queries, mesh=mesh, **options)
-    call = Call(pattern=pattern, is_causal=is_causal, scale=scale, key_padding_mask=key_padding_mask, mesh=mesh)
     refuse_shards_of_torch(sums.num_ranks)
     _check(q, k, call)
     lengths = sums.lengths(q, shard_lengths)
-    equal = f" of {sums.num_ranks} equal shards; give shard_lengths where they differ" if shard_lengths is None else ""
-    positions = _positions(queries, sum(lengths), equal)
+    hint = f" of {sums.num_ranks} equal shards; give shard_lengths where they differ" if shard_lengths is None else ""
+    positions = _positions(queries, sum(lengths), hint)
     fields = {
         "queries": positions,
         "pattern": pattern.to_dict(),
@@ -123,19 +122,19 @@ def _check(q: Tensor, k: Tensor, call: Call) -> None:
 def _weights(
     q: Tensor, k: Tensor, call: Call, positions: list[int], start: int = 0, num_tokens: int | None = None, sums: Sums | None = None
 ) -> Tensor:
-    """The weights of the keys held here: of tokens from `start` on, among `num_tokens`; by default all."""
-    pattern, here, kv_heads = call.pattern, q.shape[1], k.shape[2]
-    num_tokens = here if num_tokens is None else num_tokens
+    """The weights of the keys of this rank: tokens `start, start + 1, ...` of `num_tokens`; by default all tokens."""
+    pattern, num_local, kv_heads = call.pattern, q.shape[1], k.shape[2]
+    num_tokens = num_local if num_tokens is None else num_tokens
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
     dtype = accumulated(q.dtype)
     mixed = torch.full(
-        (q.shape[0], kv_heads, q.shape[2] // kv_heads, len(positions), here), -math.inf, dtype=dtype, device=q.device
+        (q.shape[0], kv_heads, q.shape[2] // kv_heads, len(positions), num_local), -math.inf, dtype=dtype, device=q.device
     )
     zero_keys = torch.zeros(kv_heads, len(positions), dtype=dtype, device="cpu")
     # Autocast would compute the scores in half precision.
     with without_autocast(q.device):
         branches = pattern.segments("attention_map")
-        asked = _rows(q, [_source(pattern, branch, p, num_tokens) for branch in branches for p in positions], start, sums)
+        query_rows = _rows(q, [_source(pattern, branch, p, num_tokens) for branch in branches for p in positions], start, sums)
         for branch, (length, rate) in enumerate(branches):
             length = min(length, num_tokens)
             padded = _padded(pattern, length, rate)
@@ -147,14 +146,14 @@ def _weights(
                         continue
                     first = segment * length
                     size = min(length, num_tokens - first)
-                    seen = min(size, row + 1) if call.is_causal else size
+                    num_seen = min(size, row + 1) if call.is_causal else size
                     if pattern.zero_padding:
                         reach = row + 1 if call.is_causal else padded
-                        zero_keys[heads, i] += num_kept(reach, rate, offset) - num_kept(seen, rate, offset)
+                        zero_keys[heads, i] += num_kept(reach, rate, offset) - num_kept(num_seen, rate, offset)
                     low = first + offset
                     low += max(0, -((low - start) // rate)) * rate
-                    keys = slice(low - start, max(low, min(first + seen, start + here)) - start, rate)
-                    query = asked[branch * len(positions) + i].unflatten(1, (kv_heads, -1))[:, heads].to(dtype) * scale
+                    keys = slice(low - start, max(low, min(first + num_seen, start + num_local)) - start, rate)
+                    query = query_rows[branch * len(positions) + i].unflatten(1, (kv_heads, -1))[:, heads].to(dtype) * scale
                     scores = torch.einsum("bhgd,bnhd->bhgn", query, k[:, keys, heads].to(dtype))
                     if call.key_padding_mask is not None:
                         scores = scores.masked_fill(call.key_padding_mask[:, None, None, keys], -math.inf)
@@ -170,7 +169,7 @@ def _weights(
 
 
 def _padded(pattern: DilatedPattern, length: int, rate: int) -> int:
-    """Tokens of a segment as torchscale reads its rows back: where the rate does not divide it, it is padded."""
+    """The segment length after torchscale's padding to a multiple of the rate; unchanged without `zero_padding`."""
     return length + -length % rate if pattern.zero_padding else length
 
 
@@ -183,13 +182,13 @@ def _source(pattern: DilatedPattern, branch: tuple[int, int], position: int, num
 
 def _rows(q: Tensor, tokens: list[int | None], start: int, sums: Sums | None) -> list[Tensor]:
     """The queries `(B, H, D)` of some tokens, also of those that other ranks hold; zeros for None."""
-    found = [
+    rows = [
         q[:, t - start] if t is not None and start <= t < start + q.shape[1] else q.new_zeros(q.shape[0], *q.shape[2:])
         for t in tokens
     ]
     if sums is None:
-        return found
-    return list(sums.total(torch.stack(found).to(accumulated(q.dtype))).unbind())
+        return rows
+    return list(sums.total(torch.stack(rows).to(accumulated(q.dtype))).unbind())
 
 
 def _positions(queries: SupportsIndex | Sequence[SupportsIndex] | Tensor, num_tokens: int, hint: str = "") -> list[int]:

@@ -45,7 +45,7 @@ def grid_order(grid: Sequence[int], *, order: Curve = "hilbert", device: torch.d
         device: Where the result lives.
 
     Returns:
-        `Order(permutation, inverse)`: place `i` of the order holds token `permutation[i]`, token `t` stands at place `inverse[t]`.
+        `Order(permutation, inverse)`: place `i` of the order holds token `permutation[i]`, token `t` is at place `inverse[t]`.
 
     Raises:
         ValueError: If the grid is not two integers of at least 1, or the order is unknown.
@@ -84,8 +84,8 @@ def coordinate_order(coordinates: Tensor, *, order: Curve = "hilbert") -> Order:
     if coordinates.dtype == torch.bool or coordinates.is_floating_point() or coordinates.is_complex():
         raise TypeError(f"coordinates must be integers, got {coordinates.dtype}")
     # The box is a matter of values: where a call is traced, an operator looks at them.
-    along = _along_coordinates if torch.compiler.is_compiling() else _along
-    return _with_inverse(along(coordinates, order))
+    permute = _along_coordinates if torch.compiler.is_compiling() else _along
+    return _with_inverse(permute(coordinates, order))
 
 
 def _along(coordinates: Tensor, order: str) -> Tensor:
@@ -182,8 +182,8 @@ def _with_inverse(permutation: Tensor) -> Order:
 def _along_hilbert(rows: Tensor, columns: Tensor, height: int, width: int) -> Tensor:
     """The place of each cell on the curve, `(N,)`.
 
-    A curve over a `long` x `wide` rectangle runs from one corner to the other end of the `long` axis. Every cell knows its own
-    rectangle and where in it it lies; in each round the rectangles are divided and the cells in a later part move on by the
+    A curve over a `long` x `wide` rectangle runs from one corner to the other end of the `long` axis. Every cell has its
+    rectangle and its position in it. In each round the rectangles are divided and the cells in a later part move on by the
     cells of the parts before. A rectangle longer than 3/2 of its width is halved; any other is a U of three: up, along, down.
     """
     # Along an even axis there is a path of unit steps from corner to corner; along an odd one only if the other is odd as well.

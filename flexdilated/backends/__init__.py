@@ -59,8 +59,8 @@ def why_not(backend: str, request: DispatchKey) -> str | None:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
-    own = BY_OPERATIONS if request.modified or request.transformed else {}
-    return own.get(backend, BACKENDS[backend])(request)
+    table = BY_OPERATIONS if request.modified or request.transformed else BACKENDS
+    return table.get(backend, BACKENDS[backend])(request)
 
 
 def choose(backend: str, request: DispatchKey, *, divided: bool = False) -> str:
@@ -75,14 +75,13 @@ def choose(backend: str, request: DispatchKey, *, divided: bool = False) -> str:
     if backend == "auto":
         reasons = {}
         for name in prefer(request):
-            whole = divided and name not in KERNEL_BACKENDS
-            reasons[name] = WHOLE if whole else why_not(name, request)
+            reasons[name] = WHOLE if divided and name not in KERNEL_BACKENDS else why_not(name, request)
             if reasons[name] is None:
                 reasons[name] = unproven(name, request) or (triton_backend.why_not_unasked(request) if name == "triton" else None)
             if reasons[name] is None:
                 return name
-        said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise NotImplementedError(f"no backend can run this on {request.hardware.name}: {said}")
+        text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise NotImplementedError(f"no backend can run this on {request.hardware.name}: {text}")
     reason = why_not(backend, request)
     if reason is None and divided and backend == "flex":
         reason = why_not(backend, replace(request, wants_lse=True))

@@ -26,7 +26,7 @@ ENOUGH = 0.95  # one of them is chosen when it takes at most this share of sdpa'
 
 
 class Crossover(NamedTuple):
-    """From `tokens` up, and up to the next one of its kind, this backend is the faster one."""
+    """The backend that is fastest from `tokens` tokens on, up to the next entry of equal device, dtype, training and head dim."""
 
     device: str  # as `device_class` spells it
     dtype: str
@@ -49,18 +49,18 @@ def load(text: str) -> tuple[Crossover, ...]:
 
     Between two lengths that speak for different backends it changes at their geometric mean.
     """
-    found: list[Crossover] = []
+    crossovers: list[Crossover] = []
     kinds: dict[tuple[str, str, bool, int], list[tuple[int, str]]] = {}
     for entry in json.loads(text)["measured"]:
         kind = (entry["device"], entry["dtype"], entry["training"], entry["head_dim"])
         kinds.setdefault(kind, []).append((entry["tokens"], faster(entry)))
     for kind, points in kinds.items():
-        before, last = 0, None
+        last_tokens, last_backend = 0, None
         for tokens, backend in sorted(points):
-            if backend != last:
-                found.append(Crossover(*kind, isqrt(before * tokens), backend))
-            before, last = tokens, backend
-    return tuple(found)
+            if backend != last_backend:
+                crossovers.append(Crossover(*kind, isqrt(last_tokens * tokens), backend))
+            last_tokens, last_backend = tokens, backend
+    return tuple(crossovers)
 
 
 def faster(entry: dict[str, Any]) -> str:
@@ -100,17 +100,17 @@ def prefer(request: DispatchKey, crossovers: Iterable[Crossover] | None = None) 
     if request.modified and (request.hardware.capability or (0, 0)) >= (8, 0) and not torch.are_deterministic_algorithms_enabled():
         return ("flex", "sdpa")
     kind = (device_class(request.hardware), str(request.dtype).removeprefix("torch."), request.differentiable)
-    known = [c for c in (KEPT if crossovers is None else crossovers) if c[:3] == kind]
-    if not known:
+    measured = [c for c in (KEPT if crossovers is None else crossovers) if c[:3] == kind]
+    if not measured:
         return DEFAULT
-    nearest = largest = known[0].head_dim
-    for c in known[1:]:  # the compiler traces a loop, but no `min` with a key
+    nearest = largest = measured[0].head_dim
+    for c in measured[1:]:  # the compiler traces a loop, but no `min` with a key
         largest = max(largest, c.head_dim)
         if _is_nearer(c.head_dim, nearest, request.head_dim):
             nearest = c.head_dim
     if request.head_dim > largest:
         return DEFAULT
-    points = [c for c in known if c.head_dim == nearest]
+    points = [c for c in measured if c.head_dim == nearest]
     first = points[0].backend
     for point in points[1:]:
         if request.dynamic or request.num_tokens >= point.tokens:  # one graph for every length asks of none
@@ -118,9 +118,9 @@ def prefer(request: DispatchKey, crossovers: Iterable[Crossover] | None = None) 
     return (first, *(backend for backend in DEFAULT if backend != first))
 
 
-def _is_nearer(a: int, b: int, wanted: int) -> bool:
-    """Whether the ratio of `a` and the wanted number is smaller than that of `b`, whichever is the larger; in integers."""
-    return max(a, wanted) * min(b, wanted) < max(b, wanted) * min(a, wanted)
+def _is_nearer(a: int, b: int, target: int) -> bool:
+    """Whether `a` is closer to the target than `b`, by ratio. In integers."""
+    return max(a, target) * min(b, target) < max(b, target) * min(a, target)
 
 
 KEPT = load(TEXT := FILE.read_text())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny
 MOST_SCALE = torch.finfo(torch.float32).max * math.log(2)
 
 GRID_LIMIT = 65535  # CUDA's for the batch and head dims of a launch
-ALIGNMENT = 16  # bytes that kernels on CUDA load at once, without a look at where a row begins
+ALIGNMENT = 16  # bytes per load of kernels on CUDA, which assume that every row begins aligned
 
 
 class Dropout(NamedTuple):
@@ -55,7 +55,7 @@ class Options(NamedTuple):
 def draw_seed(dropout_p: float, first_sequence: int) -> Tensor:
     """`(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws the same seed again.
 
-    Generators that are seeded alike give shards of a batch, told apart by their first sequence, seeds that have nothing in common.
+    Shards of a batch get independent seeds from equal generators: their first sequence is mixed in.
     """
     refuse_draws_again(dropout_p)
     return torch.randint(1 << 62, (1,), device="cpu") ^ fold_in(0, first_sequence)
@@ -82,7 +82,7 @@ def _draws_again() -> bool:
 
 
 def fold_in(seed: int, ordinal: int) -> int:
-    """A seed for each part, unlike its neighbours' in every bit: a CPU generator reads 32 of them.
+    """The seed of part `ordinal`. Consecutive ordinals give seeds that differ in all bits: a CPU generator reads only 32.
 
     Source: the finaliser of SplitMix64, doi 10.1145/2660193.2660195, figure 16.
     """
@@ -94,7 +94,7 @@ def fold_in(seed: int, ordinal: int) -> int:
 
 @contextmanager
 def draws_of_its_own(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Random numbers of a seed inside, for a part of a model's tokens or heads; torch's own where there is none."""
+    """Inside, draw random numbers from a generator with this seed; None: no change. For a part of a model's tokens or heads."""
     if seed is None:
         yield
     elif device.type == "cpu":
@@ -116,35 +116,6 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # (dout, q, k, v, out, 
 Windows = Literal["bounds", "mask", "none"]
 
 
-class InPlace(Protocol):
-    """A kernel that reads whole tensors `(B, N, H, D)` in place, piece by piece, and adds to the outputs.
-
-    `options.ignored` is `(B, N)` here, and ignored keys and values hold what they hold.
-    """
-
-    def forward(
-        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options
-    ) -> None:
-        """Merge pieces into `out` and `lse` `(B, H, N)`; those that tile are written."""
-
-    def backward(
-        self,
-        grads: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pieces: tuple[Piece, ...],
-        options: Options,
-        *,
-        detaches: bool,
-    ) -> None:
-        """Add the gradients of pieces to `dq, dk, dv`; those that tile are written. `detaches`: mixing weights are constants."""
-
-
 @dataclass(frozen=True)
 class Kernel:
     """Dense attention on `(batch, heads, rows, D)` tensors; as many queries as keys where it is causal.
@@ -162,7 +133,9 @@ class Kernel:
     takes_dlse: bool = False  # whether `run_backward` takes `dlse=`, the gradient of lse or None; others get a column for it
     windows: Windows = "none"
     writes: bool = False  # whether both take `into=`, memory of any strides for out, or for `(dq, dk, dv)`
-    in_place: Callable[[], InPlace] | None = None  # gives what works on whole `(B, N, H, D)` tensors; called at run time
+    # Imports a module whose `forward` and `backward` merge or add pieces in place, in whole `(B, N, H, D)` tensors, as
+    # those of `backends/triton/launch.py`. Its `options.ignored` is `(B, N)`, and ignored keys and values are not zeroed.
+    in_place: Callable[[], Any] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches.
@@ -178,7 +151,7 @@ class Kernel:
             q, options, _ = with_positive_scale(q, options)
         writes = self.writes and into is not None and options.ignored is None and self._can_write(head_dim, into)
         if q.shape[-1] % self.head_dim_multiple or (q.shape[1] != k.shape[1] and not self.shares_kv):
-            q, k, v = self._taken(q, k, v)
+            q, k, v = self._adapted(q, k, v)
         out, lse = self.run_forward(q, k, v, options, **({"into": into} if writes else {}))
         out = out if out.shape[-1] == head_dim else out[..., :head_dim]
         if options.ignored is not None:
@@ -218,14 +191,14 @@ class Kernel:
             q, options, factor = with_positive_scale(q, options)
         plain = factor == 1.0 and (self.shares_kv or q.shape[1] == kv_heads)
         writes = self.writes and into is not None and plain and self._can_write(head_dim, *into)
-        own: dict[str, Any] = {**({"into": into} if writes else {}), **({"dlse": dlse} if self.takes_dlse else {})}
+        extra: dict[str, Any] = {**({"into": into} if writes else {}), **({"dlse": dlse} if self.takes_dlse else {})}
         if dlse is not None and not self.takes_dlse:
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
             out = F.pad(out, (0, 1), value=-1.0)
             dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
         if q.shape[-1] % self.head_dim_multiple or (q.shape[1] != k.shape[1] and not self.shares_kv):
-            q, k, v, dout, out = self._taken(q, k, v, dout, out)
-        grads = self.run_backward(dout, q, k, v, out, lse, options=options, **own)
+            q, k, v, dout, out = self._adapted(q, k, v, dout, out)
+        grads = self.run_backward(dout, q, k, v, out, lse, options=options, **extra)
         dq, dk, dv = grads if q.shape[-1] == head_dim else (x[..., :head_dim] for x in grads)
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
@@ -241,20 +214,20 @@ class Kernel:
         return options.band is not None and self.windows == "none" and is_mirrored(options.band, q.shape[2], k.shape[2])
 
     def _can_write(self, head_dim: int, *into: Tensor) -> bool:
-        """Whether a kernel that writes can write its results into these tensors."""
+        """Whether the kernel can write its results into these tensors of any strides."""
         return head_dim % self.head_dim_multiple == 0 and all(aligned(x) is x for x in into)
 
-    def _taken(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Tensors with repeated key heads and a padded head dim, where the kernel needs them."""
+    def _adapted(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors with repeated key heads and a padded head dim, if the kernel needs either."""
         group, missing = q.shape[1] // k.shape[1], -q.shape[-1] % self.head_dim_multiple
         if group > 1 and not self.shares_kv:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        tensors = (q, k, v, *others)
+        tensors = (q, k, v, *tensors)
         return tuple(F.pad(x, (0, missing)) for x in tensors) if missing else tensors
 
 
 def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options, float]:
-    """Queries times a factor, options whose scale makes the same scores of them, and the factor; it is 1 for a usual scale.
+    """`(q * factor, options, factor)` with equal scores and a scale that every kernel takes; the factor is 1 for a usual scale.
 
     aten's kernels mask scores before they scale them, or look for the largest before: a scale that is not above 0 gives NaN there.
     """

@@ -1,1 +1,1 @@
-"""What every backend builds on: pattern, definition, one call, boxes of rows. Holds nothing itself."""
+"""Patterns, calls and pieces: the foundation of every backend."""

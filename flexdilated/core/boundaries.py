@@ -37,7 +37,7 @@ def is_crossed(boundary: int, branches: Sequence[tuple[int, int, range]], distan
             if q - first >= rate <= q % length and q % length % rate in offsets:
                 bits |= received[q - first - rate]
         received.append(bits)
-        wanted = (1 << max(q - distance + 1 - first, 0)) - 1
-        if q >= boundary and bits & wanted != wanted:
+        required = (1 << max(q - distance + 1 - first, 0)) - 1
+        if q >= boundary and bits & required != required:
             return False
     return True

@@ -14,7 +14,7 @@ DOCUMENT_BYTES, PIECE_BYTES = 128, 480  # bytes of `(first token, number of toke
 
 
 class Recent(Generic[P, Value]):
-    """A function whose last results are kept, and are the same objects where its arguments are equal.
+    """A cached function: its last results are kept, and equal arguments return the same object.
 
     Args:
         function: Of hashable arguments.
@@ -28,38 +28,38 @@ class Recent(Generic[P, Value]):
         self, function: Callable[P, Value], size: Callable[..., int], room: int, most: int = 1024, fewest: int = 8
     ) -> None:
         self.function, self.size, self.room, self.most, self.fewest = function, size, room, most, fewest
-        self._found: dict[Hashable, tuple[Value, int]] = {}  # the last ones used, at the end
+        self._entries: dict[Hashable, tuple[Value, int]] = {}  # the last ones used, at the end
         self.nbytes = 0  # of what is kept
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Value:
         key = args, tuple(kwargs.items())
-        with self._turn:
-            found = self._found.pop(key, None)  # a key of many documents takes long to hash and to compare
-            if found is not None:
-                self._found[key] = found
-                return found[0]
+        with self._lock:
+            entry = self._entries.pop(key, None)  # a key of many documents takes long to hash and to compare
+            if entry is not None:
+                self._entries[key] = entry
+                return entry[0]
         result = self.function(*args, **kwargs)
-        with self._turn:
-            found = self._found.pop(key, None)
-            if found is None:  # else another thread was as fast: all take what came first
-                found = result, self.size(result, *args, **kwargs)
-                self.nbytes += found[1]
-            self._found[key] = found
-            while len(self._found) > self.most or (len(self._found) > self.fewest and self.nbytes > self.room):
-                self.nbytes -= self._found.pop(next(iter(self._found)))[1]
-        return found[0]
+        with self._lock:
+            entry = self._entries.pop(key, None)
+            if entry is None:  # else another thread was as fast: all take what came first
+                entry = result, self.size(result, *args, **kwargs)
+                self.nbytes += entry[1]
+            self._entries[key] = entry
+            while len(self._entries) > self.most or (len(self._entries) > self.fewest and self.nbytes > self.room):
+                self.nbytes -= self._entries.pop(next(iter(self._entries)))[1]
+        return entry[0]
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._entries)
 
     def cache_clear(self) -> None:
         """Forget all."""
-        with self._turn:
-            self._found, self.nbytes = {}, 0
+        with self._lock:
+            self._entries, self.nbytes = {}, 0
 
 
 def recent(size: Callable[..., int], room: int = 1 << 26) -> Callable[[Callable[P, Value]], Recent[P, Value]]:
-    """Keep the last results of a function, in some bytes."""
+    """Decorate a function with `Recent`: a cache of `room` bytes."""
     return lambda function: Recent(function, size, room)

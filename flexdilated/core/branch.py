@@ -111,13 +111,13 @@ def segments_among(branches: Iterable[object], consumer: str) -> tuple[Segments,
     Raises:
         NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
     """
-    found = []
+    segments = []
     for branch in branches:
         if not isinstance(branch, Segments):
             kind = type(branch).__name__
             raise NotImplementedError(f"{consumer} must get branches of kind Segments, got a branch of kind {kind}: {branch}")
-        found.append(branch)
-    return tuple(found)
+        segments.append(branch)
+    return tuple(segments)
 
 
 def num_kept(length: int, rate: int, offset: int) -> int:
@@ -127,11 +127,11 @@ def num_kept(length: int, rate: int, offset: int) -> int:
 
 def segment_counts(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]:
     """(length, how many segments have it): the whole segments, then the shorter last one."""
-    whole, rest = divmod(num_tokens, segment_length)
-    if whole:
-        yield segment_length, whole
-    if rest:
-        yield rest, 1
+    num_whole, last_size = divmod(num_tokens, segment_length)
+    if num_whole:
+        yield segment_length, num_whole
+    if last_size:
+        yield last_size, 1
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -34,7 +34,7 @@ _encoded = lru_cache(maxsize=256)(encode)
 class Call(NamedTuple):
     """The options of `dilated_attention`, and which heads of a model the tensors hold.
 
-    `check` gives it complete: a scale and a number of heads, and whether the score function learns. Methods and no properties: the
+    `check` completes it: a scale, a number of heads, and whether the score function learns. Methods and no properties: the
     compiler of torch 2.9 looks for those in the fields.
     """
 
@@ -73,7 +73,7 @@ class Call(NamedTuple):
         return self.scale
 
     def dispatch_key(self, q: Tensor, k: Tensor, v: Tensor) -> DispatchKey:
-        """What it asks of a backend."""
+        """The `DispatchKey` of this call, by which a backend is chosen."""
         return DispatchKey.of(
             q,
             k,
@@ -90,7 +90,7 @@ class Call(NamedTuple):
         )
 
     def op_options(self) -> OpOptions:
-        """The options that an operator takes, of a checked call."""
+        """The options of a checked call as an operator takes them."""
         assert self.num_heads is not None
         assert self.scale is not None
         return OpOptions(
@@ -104,8 +104,8 @@ class Call(NamedTuple):
         )
 
 
-def documents(cu_seqlens: Tensor | None, num_tokens: int, where: str = "") -> tuple[tuple[int, int], ...]:
-    """`(first token, number of tokens)` of each packed document; messages say where the tokens are.
+def documents(cu_seqlens: Tensor | None, num_tokens: int, hint: str = "") -> tuple[tuple[int, int], ...]:
+    """`(first token, number of tokens)` of each packed document; error messages end in `hint`.
 
     Raises:
         ValueError: If the borders do not rise from 0 to `num_tokens`.
@@ -127,11 +127,11 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int, where: str = "") -> tu
     borders = cu_seqlens.tolist()
     if borders[0] != 0 or borders[-1] != num_tokens or any(b < a for a, b in pairwise(borders)):
         shown = borders if len(borders) <= 8 else [*borders[:4], "...", *borders[-3:]]
-        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens={num_tokens}{where}, got {shown}")
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens={num_tokens}{hint}, got {shown}")
     return tuple((a, b - a) for a, b in pairwise(borders))
 
 
-def refuse_compiled_borders(call: Call, what: str) -> None:
+def refuse_compiled_borders(call: Call, feature: str) -> None:
     """Reject documents in compiled code if the graph would be valid for their boundaries only.
 
     Raises:
@@ -139,6 +139,6 @@ def refuse_compiled_borders(call: Call, what: str) -> None:
     """
     if call.cu_seqlens is not None and torch.compiler.is_compiling():
         raise NotImplementedError(
-            f"cu_seqlens must come without {what} in compiled code, got both: the graph would depend on its values; call "
+            f"cu_seqlens must come without {feature} in compiled code, got both: the graph would depend on its values; call "
             "dilated_attention outside of torch.compile, or once per document"
         )

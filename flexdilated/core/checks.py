@@ -54,8 +54,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
     dtype = autocast_dtype(q.device)
     if dtype is not None:  # as in a matrix product, which leaves float64 alone
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    if not q.dtype == k.dtype == v.dtype:
-        check_dtypes(q, k, v)
+    check_dtypes(q, k, v)
     requires_grad = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
     call = call._replace(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, score_mod_requires_grad=requires_grad)
@@ -119,11 +118,11 @@ def why_not_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) 
     boundary = pattern.first_uncrossed_boundary(num_tokens, num_heads)
     if boundary is None:
         return None
-    most = min((pattern.run_of_neighbours + 1) // 2, num_heads)
-    other = f", or add a branch as long as the sequence at a rate of at most {most}" if pattern.heads == "all" and most > 1 else ""
+    rate = min((pattern.run_of_neighbours + 1) // 2, num_heads)
+    cure = f", or add a branch as long as the sequence at a rate of at most {rate}" if pattern.heads == "all" and rate > 1 else ""
     return (
         f"not connected: not all information from tokens 0 to {boundary - 1} reaches the tokens from {boundary} on; "
-        f"use DilatedPattern.causal(seq_len, {num_heads}){other}"
+        f"use DilatedPattern.causal(seq_len, {num_heads}){cure}"
     )
 
 
@@ -142,7 +141,7 @@ def check_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_ca
 
 @lru_cache(maxsize=4096)
 def warn_of_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
-    """As `check_losses`, of heads that are checked."""
+    """`check_losses` without a check of the number of heads."""
     if pattern.zero_padding or pattern == DilatedPattern.longnet():
         return
     name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}"
@@ -152,16 +151,17 @@ def warn_of_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_
             f"{name} has no head for token {token}, the first of its kind: its output is 0, and no query reads it; "
             f"add a branch of rate 1{cure}"
         )
-    elif is_causal and (why := why_not_connected(pattern, num_tokens, num_heads)) is not None:
-        _warn(f"{name} is {why}")
+    elif is_causal and (reason := why_not_connected(pattern, num_tokens, num_heads)) is not None:
+        _warn(f"{name} is {reason}")
 
 
 @lru_cache(maxsize=4096)  # the text does not depend on the number of tokens
 def _warn(text: str) -> None:
-    inside = takewhile(
-        lambda at: at[0].f_globals.get("__name__", "").startswith(("flexdilated.", "torch.")), traceback.walk_stack(sys._getframe())
+    frames = takewhile(
+        lambda frame: frame[0].f_globals.get("__name__", "").startswith(("flexdilated.", "torch.")),
+        traceback.walk_stack(sys._getframe()),
     )
-    warnings.warn(text, stacklevel=1 + sum(1 for _ in inside))
+    warnings.warn(text, stacklevel=1 + sum(1 for _ in frames))
 
 
 def refuse_shards_of_torch(num_ranks: int) -> None:
@@ -176,7 +176,7 @@ def refuse_shards_of_torch(num_ranks: int) -> None:
     Raises:
         ValueError: If a call over several ranks may get such shards, or a call without a mesh any shards.
     """
-    module = next((found for name in TORCH_SHARDS if hasattr(found := sys.modules.get(name), "_replaced_functions")), None)
+    module = next((candidate for name in TORCH_SHARDS if hasattr(candidate := sys.modules.get(name), "_replaced_functions")), None)
     if module is None:
         return
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -228,7 +228,7 @@ def is_number(x: object) -> bool:
 
 
 def check_scale(scale: float | None, dtype: torch.dtype) -> float | None:
-    """A scale as Python's, or None; refuses what the scores of q in a dtype cannot be multiplied by.
+    """The scale as a Python float, or None. Raises for a scale that scores of q in `dtype` cannot be multiplied by.
 
     Raises:
         ValueError: If it is not finite, or not in the dtype of the scores.
@@ -279,7 +279,7 @@ def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) 
     """Raise for a wrong score or mask function, by calling it as `first_pair` says.
 
     Returns:
-        Whether a gradient may be asked of what the score function holds; not told of traced functions.
+        Whether tensors that the score function reads may need a gradient; False for traced functions.
 
     Raises:
         TypeError: If it is not callable, takes other arguments, or returns something other than a score or a bool.
@@ -306,14 +306,14 @@ def first_pair(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return torch.zeros((batch, 1, 1, 1), dtype=accumulated(q.dtype), device=q.device), zero[:batch], zero, zero, zero
 
 
-def check_seen(seen: Tensor) -> None:
+def check_seen(visible: Tensor) -> None:
     """Raise if a mask function returns no bool.
 
     Raises:
         TypeError: If it is not.
     """
-    if seen.dtype != torch.bool:
-        raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {seen.dtype}")
+    if visible.dtype != torch.bool:
+        raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {visible.dtype}")
 
 
 def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Ten
         inspect.signature(function).bind(*arguments)
     except TypeError:
         raise TypeError(f"{name} must take ({', '.join(parameters)}), got {inspect.signature(function)}") from None
-    except ValueError:  # a builtin without a signature: calling it tells
+    except ValueError:  # a builtin has no signature: the call below raises
         pass
     try:
         result: object = call_mod(name, function, *arguments)
@@ -344,8 +344,8 @@ def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Ten
 
 
 def call_mod(name: str, function: ScoreMod | MaskMod, *arguments: Tensor) -> Tensor:
-    """What a score or mask function gives; its errors say that they are its own."""
-    if torch.compiler.is_compiling():  # the tracer tells
+    """Call a score or mask function; a note on its errors says that the function raised them."""
+    if torch.compiler.is_compiling():  # the tracer reports errors
         return function(*arguments)
     try:
         return function(*arguments)

@@ -47,8 +47,8 @@ def order_kernels() -> None:
 def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
     from torch._inductor.ir import IRNode, TensorBox
 
-    made = _ordered_kernel().create(operator, *args, **kwargs)  # tensors alone
-    return tree_map(lambda x: TensorBox.create(x) if isinstance(x, IRNode) else x, made)
+    outputs = _ordered_kernel().create(operator, *args, **kwargs)  # tensors alone
+    return tree_map(lambda x: TensorBox.create(x) if isinstance(x, IRNode) else x, outputs)
 
 
 @cache
@@ -65,10 +65,10 @@ def _ordered_kernel() -> Any:
             _last[V.graph] = self
 
         def get_read_writes(self) -> Any:
-            found = super().get_read_writes()
+            read_writes = super().get_read_writes()
             if self.before is not None:
-                found.reads.add(StarDep(self.before.get_name()))
-            return found
+                read_writes.reads.add(StarDep(self.before.get_name()))
+            return read_writes
 
         def has_side_effects(self) -> bool:
             return True

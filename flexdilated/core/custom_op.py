@@ -1,11 +1,10 @@
-"""Opaque differentiable operators: `torch.compile` and `torch.export` see one node forward and one backward, and trace neither.
+"""Opaque differentiable operators: compilers see one node in the forward and one in the backward, and trace into neither.
 
-An operator takes the tensors of a call and its options as plain data. It saves tensors, outputs and options; its backward, an
-operator too, is given all of them, and refuses to be differentiated.
+An operator takes the tensors of a call, and its options as plain data. It saves tensors, outputs and options for its backward,
+which is an operator too and has no derivative.
 
-A CUDA graph replays launches, and nothing that the host did between them. So operators whose course depends on what the host reads
-of their tensors, or that wait for other processes, have the tag `cudagraph_unsafe`: `mode="reduce-overhead"` leaves them out of its
-graphs.
+A CUDA graph replays kernel launches, but no work of the host. Operators that read values of their tensors on the host, or wait for
+other processes, therefore have the tag `cudagraph_unsafe`: `mode="reduce-overhead"` leaves them out of its graphs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ GRADIENT_MESSAGE = (
     "no second derivative; use backend='reference' where one is needed"
 )
 
-DATA_DEPENDENT = "_by_values"  # behind the name of an operator: the same, for calls with documents or dropout
+DATA_DEPENDENT = "_by_values"  # suffix of the operators for calls with documents or dropout, whose values the host reads
 
 O = TypeVar("O")  # noqa: E741 - the options of an operator
 
@@ -44,7 +43,7 @@ class Inputs(NamedTuple):
     seed: Tensor | None = None  # (1,) int64, of attention dropout
 
     def rows_contiguous(self) -> Inputs:
-        """With q, k and v as kernels read them: any strides but the last."""
+        """The same inputs with q, k and v copied where their last stride is not 1."""
         if self.q.stride(-1) == self.k.stride(-1) == self.v.stride(-1) == 1:
             return self
         return self._replace(q=rows_contiguous(self.q), k=rows_contiguous(self.k), v=rows_contiguous(self.v))
@@ -63,17 +62,18 @@ class OpOptions(NamedTuple):
 
     @property
     def pattern(self) -> DilatedPattern:
-        """The pattern that an operator was given."""
+        """The decoded pattern."""
         return uncached(_decoded)(tuple(self.encoded_pattern))
 
 
-@lru_cache(maxsize=256)
-def _decoded(numbers: tuple[int, ...]) -> DilatedPattern:
-    return decode(numbers)
+_decoded = lru_cache(maxsize=256)(decode)
 
 
 class Operator(NamedTuple):
-    """`forward` takes `(*Inputs, *options)`; `backward` `(dout, dlse, q, k, v, *outputs, mask, cu_seqlens, seed, *options)`."""
+    """A forward and its backward as callables.
+
+    `forward(*Inputs, *options)`; `backward(dout, dlse, q, k, v, *outputs, key_padding_mask, cu_seqlens, seed, *options)`.
+    """
 
     forward: Any
     backward: Any
@@ -85,25 +85,25 @@ TYPES = {Sequence[int]: "SymInt[]", int: "SymInt", float: "float", bool: "bool",
 
 
 def schema_of(fields: type[tuple[Any, ...]]) -> str:
-    """The fields of a NamedTuple as arguments of an operator."""
-    return ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
+    """The schema of the fields of a NamedTuple, for example `SymInt[] encoded_pattern, bool is_causal`."""
+    return ", ".join(f"{TYPES[annotation]} {name}" for name, annotation in get_type_hints(fields).items())
 
 
 def declare(
     name: str, arguments: str, num_outputs: int, run: Callable[..., tuple[Tensor, ...]], tags: Sequence[torch.Tag] = ()
 ) -> Any:
-    """A custom operator of tensors and options that writes to none of them; `torch.func.vmap` calls it for each sample."""
+    """A custom operator without side effects on its arguments; `torch.func.vmap` calls it once per sample."""
     schema = f"({arguments}) -> ({', '.join(['Tensor'] * num_outputs)})"
-    made = torch.library.custom_op(f"flexdilated::{name}", run, mutates_args=(), schema=schema, tags=tags)
+    declared = torch.library.custom_op(f"flexdilated::{name}", run, mutates_args=(), schema=schema, tags=tags)
 
-    def by_sample(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
+    def by_sample(info: Any, in_dims: tuple[Any, ...], *values: Any) -> Any:
         samples = (
-            (x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(given, in_dims)) for i in range(info.batch_size)
+            (x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(values, in_dims)) for i in range(info.batch_size)
         )
-        return tuple(torch.stack(xs) for xs in zip(*(made(*sample) for sample in samples))), (0,) * num_outputs
+        return tuple(torch.stack(xs) for xs in zip(*(declared(*sample) for sample in samples))), (0,) * num_outputs
 
-    made.register_vmap(by_sample)
-    return made
+    declared.register_vmap(by_sample)
+    return declared
 
 
 def operator(
@@ -118,21 +118,22 @@ def operator(
     through: Callable[..., tuple[Tensor, ...]] | None = None,
     over_ranks: bool = False,
 ) -> Operator:
-    """The two operators `flexdilated::<name>` and `flexdilated::<name>_backward`, and the same again for calls that read values.
+    """Declare the operators `flexdilated::<name>` and `flexdilated::<name>_backward`, and return them.
 
-    Borders of documents and seeds are read on the host. Calls with one of them run as `flexdilated::<name>_by_values`.
+    The host reads `cu_seqlens` and `seed`. Calls that have one of them run as a second pair, `flexdilated::<name>_by_values` and
+    its backward, which stays out of CUDA graphs.
 
     Args:
-        name: Of the operator.
-        options: The schema of the options, behind the tensors.
-        read: The options from their values.
-        forward: `out`, `lse` and more outputs, which get no gradient.
-        shapes: The same without values, for tracing.
-        backward: `dq, dk, dv` for `dout` and, where lse has a gradient, `dlse`; given inputs, outputs and options.
-        more_outputs: The names of the outputs behind out and lse.
-        through: What the derivative calls in place of the backward operator.
-        over_ranks: Whether calls wait for other ranks; then they depend on the host, and there is no second pair. The forward is
-            given an `unknown` tensor more, before the options.
+        name: Name of the forward.
+        options: Schema of the options, which follow the tensors in the argument list.
+        read: Makes one object of the option values.
+        forward: `(inputs, options) -> (out, lse, *more_outputs)`; only `out` and `lse` have gradients.
+        shapes: `forward` on fake tensors: outputs of the right shape and dtype, without values.
+        backward: `(dout, dlse, inputs, outputs, options) -> (dq, dk, dv)`; `dlse` is None where lse has no gradient.
+        more_outputs: Names of the outputs after `out` and `lse`.
+        through: Function that the derivative calls instead of the backward operator; it takes the same arguments.
+        over_ranks: Whether the operator waits for other ranks. Then it always stays out of CUDA graphs, has no second pair, and its
+            forward takes one more tensor before the options (`collective_order.unknown`).
     """
     outputs = ("out", "lse", *more_outputs)
     last, num_tensors = 3 + len(outputs), 6 + over_ranks
@@ -155,37 +156,40 @@ def operator(
         return backward(dout, dlse, inputs, arguments[3:last], read(arguments[last + 3 :]))
 
     saved = ", ".join(f"Tensor {output}" for output in outputs)
-    given, given_backward = (
+    inputs_schema, backward_schema = (
         f"{TENSORS}, {MORE_TENSORS}, {'Tensor unknown, ' if over_ranks else ''}{options}",
         f"Tensor dout, Tensor? dlse, {TENSORS}, {saved}, {MORE_TENSORS}",
     )
 
     def pair(name: str, *tags: torch.Tag) -> Operator:
         return Operator(
-            declare(name, given, len(outputs), run, tags),
-            declare(f"{name}_backward", f"{given_backward}, {options}", 3, run_backward, tags),
+            declare(name, inputs_schema, len(outputs), run, tags),
+            declare(f"{name}_backward", f"{backward_schema}, {options}", 3, run_backward, tags),
         )
 
     plain = pair(name, *(OVER_RANKS if over_ranks else ()))
     reading = plain if over_ranks else pair(name + DATA_DEPENDENT, torch.Tag.cudagraph_unsafe)
-    made = plain if over_ranks else _either(plain, reading, last)
-    backward_of = made.backward if through is None else through
-    for each in dict.fromkeys((plain, reading)):
+    operators = plain if over_ranks else _either(plain, reading, last)
+    backward_of = operators.backward if through is None else through
+    for variant in dict.fromkeys((plain, reading)):
         if over_ranks:
-            keep_order(each.forward)
-            keep_order(each.backward)
-        each.forward.register_fake(fake)
-        each.backward.register_fake(fake_backward)
-        each.forward.register_autograd(
+            keep_order(variant.forward)
+            keep_order(variant.backward)
+        variant.forward.register_fake(fake)
+        variant.backward.register_fake(fake_backward)
+        variant.forward.register_autograd(
             lambda ctx, dout, dlse, *_: differentiate(ctx, backward_of, dout, dlse),
             setup_context=partial(save, num_tensors=num_tensors),
         )
-        each.backward.register_autograd(refuse)
-    return made
+        variant.backward.register_autograd(refuse)
+    return operators
 
 
 def _either(plain: Operator, reading: Operator, last: int) -> Operator:
-    """The first pair, or the second pair if documents or a seed are given; `last` tensors come before the mask in the backward."""
+    """Dispatch to `reading` if the call has `cu_seqlens` or a seed, else to `plain`.
+
+    `last`: index of `key_padding_mask` among the arguments of the backward after `dout` and `dlse`.
+    """
 
     def forward(*arguments: Any) -> Any:
         reads = arguments[4] is not None or arguments[5] is not None
@@ -199,7 +203,7 @@ def _either(plain: Operator, reading: Operator, last: int) -> Operator:
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, num_tensors: int = 6) -> None:
-    """Save the inputs of the backward."""
+    """`setup_context` of the derivative: save tensors, outputs and options."""
     ctx.num_inputs, ctx.options = len(inputs), inputs[num_tensors:]
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:6])
     ctx.set_materialize_grads(False)
@@ -208,14 +212,14 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, num_t
 def differentiate(
     ctx: Any, backward: Callable[..., tuple[Tensor, ...]], dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of every argument of an operator, by its backward."""
+    """The gradients of all arguments of an operator: dq, dk and dv by its backward, None for the others."""
     saved = ctx.saved_tensors
     dout = torch.zeros_like(saved[3]) if dout is None else dout
     return *backward(dout, dlse, *saved, *ctx.options), *(None for _ in range(ctx.num_inputs - 3))
 
 
 def shapes_of(q: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of queries `(B, N, H, D)`, without values."""
+    """Uninitialised `out` `(B, N, H, D)` and `lse` `(B, H, N)` for queries `(B, N, H, D)`."""
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype))
     return contiguous_like(q), lse
 
@@ -230,5 +234,5 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 
 def refuse(ctx: Any, *grads: Any) -> NoReturn:
-    """The derivative of a derivative."""
+    """Raise: there is no second derivative."""
     raise NotImplementedError(GRADIENT_MESSAGE)

@@ -14,8 +14,8 @@ from flexdilated.core.hardware import Hardware, detect
 class DispatchKey:
     """One attention call, by everything that a backend's choice depends on.
 
-    A kernel of that backend is chosen when its operator runs. It is asked by what tensors tell, of which `of` makes the same record
-    again. What the caller wants is no argument of operators: a graph would then hold for one grad mode alone.
+    A kernel of that backend is chosen when its operator runs, by a second request that `of` makes of the tensors alone. What the
+    caller wants is no argument of operators: a graph would then hold for one grad mode alone.
     """
 
     hardware: Hardware

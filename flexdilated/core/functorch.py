@@ -69,7 +69,7 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 def in_no_mode(make: Made) -> Made:
-    """A function whose tensors are kept for later calls: plain ones, whatever mode (inference, torch.func, fake) calls it first."""
+    """Decorate a function whose tensors are cached: they are plain, whichever mode (inference, torch.func, fake) is active."""
 
     @functools.wraps(make)
     def plain(*args: object) -> object:
@@ -80,7 +80,7 @@ def in_no_mode(make: Made) -> Made:
 
 
 def may_draw() -> AbstractContextManager[object]:
-    """Random numbers of a fixed seed may be drawn in here, also in a backward under `torch.autograd.grad(is_grads_batched=True)`.
+    """Inside, allow random numbers of a fixed seed, also in a backward under `torch.autograd.grad(is_grads_batched=True)`.
 
     That refuses every random operation, though numbers drawn again for each gradient are those of the forward.
     """

@@ -15,7 +15,7 @@ AUTOCAST = frozenset(name for name in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device by what matters for attention kernels.
+    """The properties of a device that decide about attention kernels.
 
     Args:
         device_type: `"cpu"`, `"cuda"`, `"mps"` or another torch device type.
@@ -42,7 +42,7 @@ class Hardware:
 def detect(device: torch.device | str) -> Hardware:
     """The hardware of a torch device."""
     device = torch.device(device)
-    if device.type == "cuda" and torch.cuda.is_available():  # fake tensors may lie on a device that is not there
+    if device.type == "cuda" and torch.cuda.is_available():  # the device of fake tensors may not exist
         return cuda_level(torch.cuda.get_device_capability(device))
     if device.type == "cpu":
         return _CPU
@@ -55,7 +55,7 @@ def cuda_level(capability: tuple[int, int]) -> Hardware:
 
 
 def family_of(capability: tuple[int, int]) -> int:
-    """The level whose kernels suit a GPU: 80, 90, 100, or 86 for all that give a program 99 KiB of shared memory."""
+    """The level in the tables of tiles: 80, 90, 100, or 86 for every GPU with 99 KiB of shared memory per program."""
     if capability >= (12, 0):
         return 86
     if capability >= (10, 0):
@@ -81,15 +81,13 @@ def recommended_dtype(hardware: Hardware) -> torch.dtype:
 def autocast_dtype(device: torch.device | str) -> torch.dtype | None:
     """The dtype that `torch.autocast` gives matrix products on a device; None where it is off, or unknown as on the meta device."""
     device_type = torch.device(device).type
-    # The compiler of torch 2.9 cannot trace the question.
-    known = device_type in AUTOCAST if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device_type)
-    return torch.get_autocast_dtype(device_type) if known and torch.is_autocast_enabled(device_type) else None
+    return torch.get_autocast_dtype(device_type) if _has_autocast(device_type) and torch.is_autocast_enabled(device_type) else None
 
 
 def without_autocast(device: torch.device, *, traced_before: bool = False) -> AbstractContextManager[object]:
     """Tensor operations on a device in the dtypes of their inputs, whatever `torch.autocast` the caller is in.
 
-    A backward runs under the autocast of whoever calls it, so it needs this as much as its forward. A compiler may trace it where
+    A backward runs under the autocast of its caller, so it needs this as much as its forward. A compiler may trace it where
     there is none (`traced_before`).
     """
     if not traced_before and autocast_dtype(device) is None:

@@ -12,7 +12,7 @@ def is_integer(x: object) -> bool:
 
 
 def as_integer(name: str, value: object) -> int:
-    """An integer as Python's: numpy's overflow.
+    """Convert an integer of any kind to a Python int, since numpy's overflow.
 
     Raises:
         TypeError: If it is no integer.
@@ -30,7 +30,7 @@ def as_integer(name: str, value: object) -> int:
 
 
 def at_least_one(name: str, value: object) -> int:
-    """As `as_integer`, of at least 1.
+    """`as_integer` for a number that must be at least 1.
 
     Raises:
         ValueError: If it is less.
@@ -43,7 +43,7 @@ def at_least_one(name: str, value: object) -> int:
 
 
 def index_below(name: str, value: object, size: int) -> int:
-    """As `as_integer`, in `[0, size)`."""
+    """`as_integer` for a number that must be in `[0, size)`."""
     number = as_integer(name, value)
     if not 0 <= number < size:
         raise ValueError(f"{name} must be in [0, {size}), got {number}")

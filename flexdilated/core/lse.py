@@ -45,6 +45,14 @@ def add_zero_keys_(out: Tensor, lse: Tensor, count: int) -> None:
     lse.copy_(total)
 
 
+def with_zero_keys(out: Tensor, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`add_zero_keys_` out of place, differentiable; out and lse unchanged if `count` is 0."""
+    if not count:
+        return out, lse
+    shares, total = normalised(torch.stack([lse, torch.full_like(lse, math.log(count))]), dim=0)
+    return out * shares[0, ..., None].to(out.dtype), total[0]
+
+
 def normalised(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """`softmax(scores)` and `logsumexp(scores)` along a dim, which is kept: 0 and -inf where all are -inf, also their gradients.
 
@@ -59,7 +67,7 @@ def normalised(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def mix_branches(branches: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
-    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of branches, of each its out `(B, N, H, D)` and its lse `(B, N, H)`.
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of the mixture; each branch is `(out, lse)`, `(B, N, H, D)` and `(B, N, H)`.
 
     `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`.
     """
@@ -71,7 +79,7 @@ def mix_branches(branches: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, 
 
 
 def sink_scale(sinks: Tensor, lse: Tensor) -> Tensor:
-    """What a softmax is left of its weight by one more key of value 0 and logit `sinks`: `exp(lse - logaddexp(lse, sinks))`.
+    """The factor by which one more key of value 0 and logit `sinks` scales a softmax: `exp(lse - logaddexp(lse, sinks))`.
 
     0 in a row without keys, whatever the sink.
     """
@@ -79,7 +87,7 @@ def sink_scale(sinks: Tensor, lse: Tensor) -> Tensor:
 
 
 def for_backward(lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """`lse` and its gradient as a backward kernel takes them: `+inf` instead of `-inf`, and 0, in an empty row.
+    """`lse` and `dlse` for a backward kernel: in a row without keys, `lse` is `+inf` instead of `-inf`, and `dlse` is 0.
 
     `exp(score - lse)` is then 0, not NaN, whatever the derivative of what was made of -inf is.
     """

@@ -152,8 +152,8 @@ class DilatedPattern:
         if seq_len > MAX_LENGTH:
             raise ValueError(f"seq_len must be at most {MAX_LENGTH}, got {seq_len}")
         if rate is None:
-            most = min(seq_len, max(num_heads // 2, min(num_heads, 2)))
-            rate = next(r for r in range(most, 0, -1) if (num_heads - 1) // ceil_div(num_heads, r) == r - 1)
+            max_rate = min(seq_len, max(num_heads // 2, min(num_heads, 2)))
+            rate = next(r for r in range(max_rate, 0, -1) if (num_heads - 1) // ceil_div(num_heads, r) == r - 1)
         rate = at_least_one("rate", rate)
         if rate > seq_len or (num_heads - 1) // ceil_div(num_heads, rate) != rate - 1:
             raise ValueError(
@@ -216,10 +216,10 @@ class DilatedPattern:
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"pattern must be a mapping, got {values!r}")
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known, key=str)
+        names = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - names, key=str)
         if unknown:
-            raise ValueError(f"pattern keys must be among {sorted(known)}, got {unknown}")
+            raise ValueError(f"pattern keys must be among {sorted(names)}, got {unknown}")
         missing = sorted({"segment_lengths", "dilation_rates"} - set(values))
         if missing and values.get("window") is None:
             raise ValueError(f"pattern keys must include segment_lengths and dilation_rates, {missing} missing")
@@ -388,7 +388,7 @@ class DilatedPattern:
             return None
         block = self.run_of_neighbours
         branches = [(*branch, self.kept_offsets(i, num_heads)) for i, branch in enumerate(segments)]
-        far = {(length, rate) for length, rate, kept in branches if 1 < rate <= (block + 1) // 2 and len(kept) == rate}
+        far = {(length, rate) for length, rate, offsets in branches if 1 < rate <= (block + 1) // 2 and len(offsets) == rate}
         if any(length >= num_tokens for length, _ in far):
             return None
         counting = sorted(far, reverse=True)  # long segments leave the fewest candidates
@@ -418,9 +418,9 @@ class DilatedPattern:
         segments, window = self.split("first_token_without_head")
         if window is not None:
             return None
-        kept = [(w, r, self.kept_offsets(i, num_heads)) for i, (w, r) in enumerate(segments)]
-        tokens = range(0 if any(len(offsets) == r for _, r, offsets in kept) else min(num_tokens, 1024))
-        return next((p for p in tokens if all(p % w % r not in offsets for w, r, offsets in kept)), None)
+        branches = [(w, r, self.kept_offsets(i, num_heads)) for i, (w, r) in enumerate(segments)]
+        tokens = range(0 if any(len(offsets) == r for _, r, offsets in branches) else min(num_tokens, 1024))
+        return next((p for p in tokens if all(p % w % r not in offsets for w, r, offsets in branches)), None)
 
     def count_pairs(self, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int:
         """How many (query, key) pairs are scored, over all heads and branches, a pair joined by m branches counted m times.

@@ -31,8 +31,8 @@ def branches_svg(branches: Sequence[tuple[int, int]], title: str, words: Sequenc
             shapes.append(f'<path d="M0 0 L{SIDE} {SIDE}" stroke="#225ea8" stroke-width="{max(1.0, side):.2f}"/>')
             continue
         for start in range(0, longest, length):
-            at, size = SIDE * start / longest, SIDE * min(length, longest - start) / longest
-            shapes.append(f'<rect x="{at:.2f}" y="{at:.2f}" width="{size:.2f}" height="{size:.2f}" {style}/>')
+            corner, size = SIDE * start / longest, SIDE * min(length, longest - start) / longest
+            shapes.append(f'<rect x="{corner:.2f}" y="{corner:.2f}" width="{size:.2f}" height="{size:.2f}" {style}/>')
     lines = [*words[:MOST_LINES], *(["..."] if len(words) > MOST_LINES else [])]
     texts = [f'<text x="{SIDE + 14}" y="{LINE * (i + 1)}" {FONT}>{_escaped(line)}</text>' for i, line in enumerate(lines)]
     width, height = SIDE + 24 + 7 * max(map(len, lines)), max(SIDE, LINE * len(lines)) + 6

@@ -18,38 +18,38 @@ UNBOUNDED = 1 << 40  # in a band: as far as there are rows
 
 
 class Piece(NamedTuple):
-    """Dense attention of a box of queries and a box of keys: `segments x offsets x heads` independent softmaxes.
+    """`segments x offsets x heads` independent softmaxes of `rows` queries and `keys` keys each: strided boxes of `(B, N, H, D)`.
 
-    Query row `l` of segment `s`, offset `c`, head `j` is token `token + s * segment_stride + c + l * row_stride` of key/value head
-    `head + c * offset_head_step + j * head_step`. Key rows are counted from `key_token` in the same way. In pieces of segments both
-    boxes are the same; in those of a window they may differ. Pairs join whose rows are in a band, `low <= key - query <= high`.
+    Query row `l` in segment `s`, offset `c` and head `j` is token `token + s * segment_stride + c + l * row_stride` of key/value
+    head `head + c * offset_head_step + j * head_step`; key rows are counted from `key_token` in the same way. In pieces of segments
+    both boxes are the same, in those of a window they may differ. The pairs with `low <= key row - query row <= high` join.
     """
 
-    token: int  # of row 0, segment 0, offset 0
+    token: int  # token of segment 0, offset 0, row 0
     segments: int
-    segment_stride: int  # tokens
-    offsets: int  # neighbouring offsets, one token apart
-    offset_head_step: int  # key/value heads
-    head: int  # key/value head of the first offset
-    heads: int  # of each offset
-    head_step: int  # key/value heads
+    segment_stride: int  # tokens from one segment to the next
+    offsets: int  # number of consecutive offsets, one token apart
+    offset_head_step: int  # key/value heads from the first head of one offset to that of the next
+    head: int  # first key/value head of the first offset
+    heads: int  # heads per offset
+    head_step: int  # key/value heads from one head of an offset to the next
     rows: int  # queries of one softmax
-    row_stride: int  # tokens: the dilation rate
-    key_token: int  # as `token`, of the keys
-    keys: int  # of one softmax
-    low: int  # of `key row - query row`: the least of the pairs that join
-    high: int  # and the largest
-    zero_keys: int  # torchscale's zero keys, which take part in every softmax
-    covers: bool  # one of the first pieces, which together hold every position of every head once
-    branch: int  # number of its branch; pieces of segments share no output, those of a window may
+    row_stride: int  # tokens from one row to the next: the dilation rate
+    key_token: int  # as `token`, for the box of keys
+    keys: int  # keys of one softmax
+    low: int  # least `key row - query row` of a pair that joins
+    high: int  # largest
+    zero_keys: int  # number of torchscale's zero keys in every softmax
+    covers: bool  # belongs to the first branch, whose pieces hold every position of every head exactly once
+    branch: int  # index into `pattern.branches`; pieces of one branch of segments have no output row in common
 
     @property
     def of_keys(self) -> Piece:
-        """The box of keys, as that of queries."""
+        """The box of keys, as if it were that of queries."""
         return self._replace(token=self.key_token, rows=self.keys)
 
     def moved(self, tokens: int) -> Piece:
-        """Both boxes so many tokens later."""
+        """The piece with both boxes `tokens` tokens later."""
         return self._replace(token=self.token + tokens, key_token=self.key_token + tokens)
 
 
@@ -142,7 +142,7 @@ def shifted_branches(pattern: DilatedPattern, num_tokens: int) -> tuple[int, ...
     return tuple(i for i, (length, rate) in branches if length % rate and num_tokens > length)
 
 
-def refuse_shifts(pattern: DilatedPattern, documents: Iterable[tuple[int, ...]], where: str) -> None:
+def refuse_shifts(pattern: DilatedPattern, documents: Iterable[tuple[int, ...]], place: str) -> None:
     """Reject torchscale's shifted positions, which `core/shifted.py` computes for whole sequences of one process.
 
     Raises:
@@ -153,7 +153,7 @@ def refuse_shifts(pattern: DilatedPattern, documents: Iterable[tuple[int, ...]],
     longest = max((document[1] for document in documents), default=0)
     if shifted_branches(pattern, longest):
         raise NotImplementedError(
-            f"pattern must not shift positions {where}, got zero_padding=True and rates {pattern.dilation_rates} that do not "
+            f"pattern must not shift positions {place}, got zero_padding=True and rates {pattern.dilation_rates} that do not "
             f"divide segments {pattern.segment_lengths} at {longest} tokens; use segment lengths that are multiples of their rates"
         )
 
@@ -163,11 +163,11 @@ def _plan(
     pattern: DilatedPattern, documents: Documents, num_heads: int, is_causal: bool, within: range | None
 ) -> tuple[Piece, ...]:
     refuse_shifts(pattern, documents, "here")
-    some = [(start, num_tokens, None) for start, num_tokens in documents if num_tokens]
+    spans = [(start, num_tokens, None) for start, num_tokens in documents if num_tokens]
     return tuple(
         piece
         for i in branch_order(pattern)
-        for piece in document_pieces(pattern, i, some, num_heads, is_causal, within=within, covers=i == everything_kept(pattern))
+        for piece in document_pieces(pattern, i, spans, num_heads, is_causal, within=within, covers=i == everything_kept(pattern))
     )
 
 
@@ -208,12 +208,12 @@ def segment_pieces(
     length, rate = all_segments[branch]
     length = min(length, num_tokens)
     sizes = list(_segment_sizes(length, num_tokens, segments))
-    alike: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
+    runs_by_shape: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
     for run in pattern.head_runs(branch, num_heads, within) if runs is None else runs:
         for rows in _segment_rows(pattern, run.offset, length, rate, is_causal, sizes):
-            alike.setdefault((rows, run.heads, run.step), []).append(run)
-    for (rows, heads, step), those in alike.items():
-        for first, offsets, head_step in _affine(those):
+            runs_by_shape.setdefault((rows, run.heads, run.step), []).append(run)
+    for (rows, heads, step), equal_runs in runs_by_shape.items():
+        for first, offsets, head_step in _affine(equal_runs):
             yield Piece(
                 token=start + rows.first * length + first.offset,
                 segments=rows.segments,
@@ -286,18 +286,18 @@ def document_pieces(
     if len(documents) == 1:  # whose length a compiler may know by a symbol alone
         yield from pieces(*documents[0])
         return
-    known: dict[tuple[int, range | None], tuple[int, tuple[Piece, ...]]] = {}
+    pieces_by_length: dict[tuple[int, range | None], tuple[int, tuple[Piece, ...]]] = {}
     for (num_tokens, segments), group in groupby(documents, key=lambda document: document[1:]):
-        equal = list(group)
-        start, count = equal[0][0], len(equal)
-        if (num_tokens, segments) not in known:
-            known[num_tokens, segments] = start, tuple(pieces(start, num_tokens, segments))
-        first, found = known[num_tokens, segments]
-        for piece in found:
+        same_length = list(group)
+        start, count = same_length[0][0], len(same_length)
+        if (num_tokens, segments) not in pieces_by_length:
+            pieces_by_length[num_tokens, segments] = start, tuple(pieces(start, num_tokens, segments))
+        first, first_pieces = pieces_by_length[num_tokens, segments]
+        for piece in first_pieces:
             yield from _repeated(piece, start - first, count, num_tokens)
 
 
-def _repeated(piece: Piece, ahead: int, count: int, stride: int) -> Iterator[Piece]:
+def _repeated(piece: Piece, shift_tokens: int, count: int, stride: int) -> Iterator[Piece]:
     """A piece `ahead` tokens later, `count` times, `stride` tokens apart, in as few boxes as possible."""
     shift = range(0, count * stride, stride)
     if piece.segments * piece.segment_stride == stride:
@@ -306,13 +306,13 @@ def _repeated(piece: Piece, ahead: int, count: int, stride: int) -> Iterator[Pie
         shift = range(0, piece.segments * piece.segment_stride, piece.segment_stride)
         piece = piece._replace(segments=count, segment_stride=stride)
     for first in shift:
-        yield piece.moved(ahead + first)
+        yield piece.moved(shift_tokens + first)
 
 
 def _segment_sizes(length: int, num_tokens: int, segments: range | None) -> Iterator[_Sizes]:
     """Whole segments, then the shorter last one: the number of the first, how many, and their tokens."""
-    whole, rest = divmod(num_tokens, length)
-    for first, end, size in ((0, whole, length), (whole, whole + 1, rest)):
+    num_whole, last_size = divmod(num_tokens, length)
+    for first, end, size in ((0, num_whole, length), (num_whole, num_whole + 1, last_size)):
         if segments is not None:
             first, end = max(first, segments.start), min(end, segments.stop)
         if size and first < end:
@@ -336,11 +336,11 @@ def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:
     Where the heads are a part of a model's, the next offset may begin at an earlier one: a view has no stride for such a step.
     """
     first, offsets, step = runs[0], 1, 0
-    for before, after in pairwise(runs):
-        ahead = after.start - before.start
-        if after.offset == before.offset + 1 and ahead > 0 and (offsets == 1 or ahead == step):
-            offsets, step = offsets + 1, ahead
+    for previous, run in pairwise(runs):
+        head_distance = run.start - previous.start
+        if run.offset == previous.offset + 1 and head_distance > 0 and (offsets == 1 or head_distance == step):
+            offsets, step = offsets + 1, head_distance
         else:
             yield first, offsets, step
-            first, offsets, step = after, 1, 0
+            first, offsets, step = run, 1, 0
     yield first, offsets, step

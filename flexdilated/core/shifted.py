@@ -44,38 +44,38 @@ def attend_shifted(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) 
         refuse_zero_keys(num_tokens)
     spans = documents(call.cu_seqlens, num_tokens)
     shifted = shifted_branches(pattern, num_tokens)
-    parts = [
+    branch_results = [
         _attend_shifted_branch(q, k, v, call=call, branch=i, spans=spans, attend=attend)
         if i in shifted
         else _attend_branch(q, k, v, call, i, attend)
         for i in range(len(pattern.branches))
-        if _held(call, i, k.shape[2])
+        if _branch_heads(call, i, k.shape[2])
     ]
-    results = [(out, lse.transpose(1, 2)) for out, lse in parts]
+    results = [(out, lse.transpose(1, 2)) for out, lse in branch_results]
     return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
 
 
 def _attend_shifted_branch(
     q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, spans: Documents, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """A shifted branch alone."""
+    """`out` and `lse` of one shifted branch."""
     length, rate = call.pattern.split("torchscale's shift")[0][branch]
-    longer = [size + (size // length * (-length % rate) if size > length else 0) for _, size in spans]
+    sizes = [size + (size // length * (-length % rate) if size > length else 0) for _, size in spans]
     lengths = list(call.pattern.segment_lengths)
     lengths[branch] = length + -length % rate
     borders, mask = call.cu_seqlens, call.key_padding_mask
     padded = call._replace(
         pattern=replace(call.pattern, segment_lengths=tuple(lengths)),
         key_padding_mask=None if mask is None else _insert(mask, spans, length, rate),
-        cu_seqlens=None if borders is None else F.pad(torch.tensor(longer, device=borders.device).cumsum(0), (1, 0)).to(borders),
+        cu_seqlens=None if borders is None else F.pad(torch.tensor(sizes, device=borders.device).cumsum(0), (1, 0)).to(borders),
     )
     q, k, v = (_insert(x, spans, length, rate) for x in (q, k, v))
     out, lse = _attend_branch(q, k, v, padded, branch, attend)
-    kept = [slice(sum(longer[:i]), sum(longer[:i]) + size) for i, (_, size) in enumerate(spans)]
-    return torch.cat([out[:, part] for part in kept], dim=1), torch.cat([lse[:, :, part] for part in kept], dim=2)
+    spans_kept = [slice(sum(sizes[:i]), sum(sizes[:i]) + size) for i, (_, size) in enumerate(spans)]
+    return torch.cat([out[:, span] for span in spans_kept], dim=1), torch.cat([lse[:, :, span] for span in spans_kept], dim=2)
 
 
-def _held(call: Call, branch: int, kv_heads: int) -> range:
+def _branch_heads(call: Call, branch: int, kv_heads: int) -> range:
     """The key/value heads of these tensors that run a branch, counted from the first one held."""
     assert call.num_heads is not None
     run = call.pattern.head_range(branch, call.num_heads)
@@ -85,7 +85,7 @@ def _held(call: Call, branch: int, kv_heads: int) -> range:
 def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, attend: Attend) -> tuple[Tensor, Tensor]:
     """One branch of a call alone: 0 and -inf in heads that do not run it."""
     pattern, kv_heads = call.pattern, k.shape[2]
-    held = _held(call, branch, kv_heads)
+    run_heads = _branch_heads(call, branch, kv_heads)
     segments, _ = pattern.split("torchscale's shift")
     rules: dict[str, Any] = {"heads": "all", "detach_weights": False}
     if branch < len(segments):
@@ -98,25 +98,27 @@ def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, att
     if pattern.heads == "grouped" and branch < len(segments):
         # The branch's heads keep one offset: that of as many blocked heads in a model of `rate` times as many.
         run, group = pattern.head_range(branch, call.num_heads), q.shape[2] // kv_heads
-        beside = (group * held.start, group * (kv_heads - held.stop))
-        q = q[:, :, beside[0] : q.shape[2] - beside[1]]
-        k, v = (x[:, :, held.start : held.stop] for x in (k, v))
+        padding = (group * run_heads.start, group * (kv_heads - run_heads.stop))
+        q = q[:, :, padding[0] : q.shape[2] - padding[1]]
+        k, v = (x[:, :, run_heads.start : run_heads.stop] for x in (k, v))
         call = call._replace(
             pattern=replace(alone, offsets="blocked"),
-            first_head=len(run) * pattern.offset(branch, run.start, call.num_heads) + held.start + call.first_head - run.start,
+            first_head=len(run) * pattern.offset(branch, run.start, call.num_heads) + run_heads.start + call.first_head - run.start,
             num_heads=len(run) * rate,
         )
     out, lse = attend(q, k, v, call)
     assert lse is not None
-    return (out, lse) if len(held) == kv_heads else (F.pad(out, (0, 0, *beside)), F.pad(lse, (0, 0, *beside), value=-torch.inf))
+    if len(run_heads) == kv_heads:
+        return out, lse
+    return F.pad(out, (0, 0, *padding)), F.pad(lse, (0, 0, *padding), value=-torch.inf)
 
 
 def _insert(x: Tensor, spans: Documents, length: int, rate: int) -> Tensor:
     """`x` `(B, N, ...)` with zeros after each whole segment of `length` tokens, up to a multiple of the rate."""
     parts = []
     for start, size in spans:
-        whole = size // length if size > length else 0
-        segments = x[:, start : start + whole * length].unflatten(1, (whole, length))
-        after = (0, 0) * (x.dim() - 2) + (0, -length % rate)  # of `F.pad`: the last dims first
-        parts += [F.pad(segments, after).flatten(1, 2), x[:, start + whole * length : start + size]]
+        num_whole = size // length if size > length else 0
+        segments = x[:, start : start + num_whole * length].unflatten(1, (num_whole, length))
+        padding = (0, 0) * (x.dim() - 2) + (0, -length % rate)  # of `F.pad`: the last dims first
+        parts += [F.pad(segments, padding).flatten(1, 2), x[:, start + num_whole * length : start + size]]
     return torch.cat(parts, dim=1)

@@ -25,7 +25,7 @@ def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Itera
             yield slice(b, b + batch_step), slice(s, s + segment_step), slice(None), slice(None)
 
 
-def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int, *, offsets_apart: bool) -> Iterator[BoxSlices]:
+def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, limit: int, *, offsets_apart: bool) -> Iterator[BoxSlices]:
     """Split a piece into parts that `pack` views without a copy, in tensors whose batch stride is `num_tokens` token strides.
 
     A view has one stride for (sequence, segment) and one for the heads, so the loop is over the smaller of offsets and heads.
@@ -34,23 +34,23 @@ def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int,
     sequences, segments, offsets, heads = ([slice(None)] for _ in range(4))
     if batch > 1 and piece.segments > 1 and piece.segments * piece.segment_stride != num_tokens:
         if batch <= piece.segments:
-            sequences = _each(batch)
+            sequences = _single_slices(batch)
         else:
-            segments = _each(piece.segments)
+            segments = _single_slices(piece.segments)
     if piece.offsets > 1:
         if offsets_apart or piece.offsets <= piece.heads:
-            offsets = _each(piece.offsets)
+            offsets = _single_slices(piece.offsets)
         else:
-            heads = _each(piece.heads)
+            heads = _single_slices(piece.heads)
     if group > 1 and piece.heads > 1 and piece.head_step > 1:  # query heads of different key heads have no common stride
-        heads = _each(piece.heads)
+        heads = _single_slices(piece.heads)
     for b, s, o, h in product(sequences, segments, offsets, heads):
         counts = (len(range(batch)[b]), len(range(piece.segments)[s]))
-        for some, those, *_ in slabs(piece._replace(segments=counts[1]), counts[0], 1, most):
-            yield some if counts[0] == batch else b, those if counts[1] == piece.segments else s, o, h
+        for batch_slice, segment_slice, *_ in slabs(piece._replace(segments=counts[1]), counts[0], 1, limit):
+            yield batch_slice if counts[0] == batch else b, segment_slice if counts[1] == piece.segments else s, o, h
 
 
-def _each(count: int) -> list[slice]:
+def _single_slices(count: int) -> list[slice]:
     return [slice(i, i + 1) for i in range(count)]
 
 
@@ -116,27 +116,27 @@ class Slabs:
 
 @recent(size=lambda found, *arguments, **options: PIECE_BYTES * len(found.parts))
 def slabs_of(
-    pieces: tuple[Piece, ...], batch: int, num_tokens: int, group: int, most: int, packed: int, offsets_apart: bool
+    pieces: tuple[Piece, ...], batch: int, num_tokens: int, group: int, limit: int, packed: int, offsets_apart: bool
 ) -> Slabs:
-    """The pieces as slabs: `view_parts` of at most `most` softmaxes, or parts whose copies have at most `most` bytes.
+    """The pieces as slabs: `view_parts` of at most `limit` softmaxes, or parts whose copies have at most `limit` bytes.
 
     `packed`: the bytes that a row of q has in a copy, 0 for views.
     """
-    found = []
+    slab_parts = []
     for piece in pieces:
         if packed:
-            parts = slabs(piece, batch, piece.offsets * piece.heads * max(piece.rows, piece.keys) * packed, most)
+            parts = slabs(piece, batch, piece.offsets * piece.heads * max(piece.rows, piece.keys) * packed, limit)
         else:
-            parts = view_parts(piece, batch, num_tokens, group, most, offsets_apart=offsets_apart)
-        found += [(piece, part) for part in parts]
-    return Slabs(tuple(piece for piece, _ in found), tuple(part for _, part in found), offsets_apart)
+            parts = view_parts(piece, batch, num_tokens, group, limit, offsets_apart=offsets_apart)
+        slab_parts += [(piece, part) for part in parts]
+    return Slabs(tuple(piece for piece, _ in slab_parts), tuple(part for _, part in slab_parts), offsets_apart)
 
 
 StridedLayout = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides, and elements before the first one
 
 
 class SlabLayout(NamedTuple):
-    """Where the rows of a slab are in a tensor, beyond its own storage offset."""
+    """Size, strides and first element of the rows of a slab in a tensor, without the tensor's own storage offset."""
 
     box: StridedLayout  # b s o h g r d
     view: StridedLayout | None  # as `pack` gives them, where strides make that a view
@@ -147,15 +147,15 @@ def layouts(
     slabs: Slabs, size: tuple[int, ...], strides: tuple[int, ...], group: int, of_keys: bool = False
 ) -> tuple[SlabLayout, ...]:
     """The layouts of slabs' queries, or keys, in a tensor `(B, N, H, D)`, which has `group` heads for each key/value head."""
-    found = []
+    layouts_of_slabs = []
     for piece, part in zip(slabs.pieces, slabs.parts):
         sizes, steps, start = box_layout(piece.of_keys if of_keys else piece, size, strides, group)
-        chosen = [range(n)[some] for n, some in zip(sizes, part)]  # a view of a view
-        start += sum(some.start * step for some, step in zip(chosen, steps))
+        chosen = [range(n)[span] for n, span in zip(sizes, part)]  # a view of a view
+        start += sum(span.start * step for span, step in zip(chosen, steps))
         sizes = (*map(len, chosen), *sizes[len(chosen) :])
         packed = _pack_layout(sizes, steps, slabs.offsets_apart)
-        found.append(SlabLayout((sizes, steps, start), None if packed is None else (*packed, start)))
-    return tuple(found)
+        layouts_of_slabs.append(SlabLayout((sizes, steps, start), None if packed is None else (*packed, start)))
+    return tuple(layouts_of_slabs)
 
 
 def _pack_layout(

@@ -13,7 +13,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.fake_tensor import is_fake
 from torch.torch_version import TorchVersion
 
-# Whether the compiler takes an operator whose output has a size that only its inputs' data tell.
+# Whether the compiler takes an operator whose output size depends on the values of its inputs.
 TRACES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.11"
 
 # Whether what it makes of torch.func and of functions' defaults is right: that of 2.9 gives wrong numbers and says nothing, those

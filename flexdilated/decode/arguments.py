@@ -111,8 +111,8 @@ def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
         raise NotImplementedError("sinks must not require a gradient: the cache is for inference; use torch.no_grad()")
 
 
-def check_lengths(lengths: Tensor | None, held: Tensor, num_tokens: int) -> None:
-    """Raise unless `lengths` say how many of `num_tokens` each sequence of `held` `(B,)` gets.
+def check_lengths(lengths: Tensor | None, cache_lengths: Tensor, num_tokens: int) -> None:
+    """Raise unless `lengths` `(B,)` are in `[0, num_tokens]`; `cache_lengths` `(B,)`: tokens in the cache.
 
     Raises:
         ValueError: If the shape is wrong, or a number out of range.
@@ -122,12 +122,12 @@ def check_lengths(lengths: Tensor | None, held: Tensor, num_tokens: int) -> None
         return
     if lengths.dtype != torch.int64:
         raise TypeError(f"lengths must be int64, got {lengths.dtype}")
-    if lengths.shape != held.shape:
-        raise ValueError(f"lengths must have shape (B,)=({len(held)},), got {tuple(lengths.shape)}")
-    inside = (lengths >= 0) & (lengths <= num_tokens)
+    if lengths.shape != cache_lengths.shape:
+        raise ValueError(f"lengths must have shape (B,)=({len(cache_lengths)},), got {tuple(lengths.shape)}")
+    in_range = (lengths >= 0) & (lengths <= num_tokens)
     if lengths.device.type != "cpu" or torch.compiler.is_compiling():  # to read it would wait for the device at every step
-        torch._assert_async(inside.all(), f"lengths must be in [0, T={num_tokens}]")
-    elif holds_values(lengths) and not bool(inside.all()):
+        torch._assert_async(in_range.all(), f"lengths must be in [0, T={num_tokens}]")
+    elif holds_values(lengths) and not bool(in_range.all()):
         raise ValueError(f"lengths must be in [0, T={num_tokens}], got {lengths.tolist()}")
 
 
@@ -144,12 +144,12 @@ def checked_length(length: int | Tensor, lengths: Tensor) -> list[int]:
     if isinstance(length, Tensor):
         if length.shape != lengths.shape:
             raise ValueError(f"length must have shape (B,)=({len(lengths)},), got {tuple(length.shape)}")
-        wanted = [as_integer("length", each) for each in length.tolist()]
+        ends = [as_integer("length", value) for value in length.tolist()]
     else:
-        wanted = [as_integer("length", length)] * len(lengths)
-    if min(wanted) < 0:
-        raise ValueError(f"length must be at least 0, got {min(wanted)}")
-    return wanted
+        ends = [as_integer("length", length)] * len(lengths)
+    if min(ends) < 0:
+        raise ValueError(f"length must be at least 0, got {min(ends)}")
+    return ends
 
 
 def checked_indices(indices: Tensor, lengths: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from flexdilated.decode.arguments import (
     checked_indices,
     checked_length,
 )
-from flexdilated.decode.store import Past, Store, kept_where_refused
+from flexdilated.decode.store import Past, Store, restored_on_error
 from flexdilated.decode.tokens import BLOCK, Tokens, read_new
 
 if TYPE_CHECKING:
@@ -105,11 +105,11 @@ class DilatedKVCache:
         with torch.inference_mode(False):  # a tensor allocated in that mode cannot be written to outside of it
             self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
             self._order = torch.zeros_like(self._lengths)  # by which sequences they came to be, as ranks compare it
-            like = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
+            template = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
             heads = range(first_head, first_head + num_kv_heads)
-            held = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
-            where: dict[str, Any] = {"num_heads": total, "max_length": max_length, "rank": rank, "num_ranks": num_ranks}
-            self._stores = tuple(Store(pattern, branches, heads, like=like, **where) for branches in held)
+            branch_runs = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
+            store_options: dict[str, Any] = {"num_heads": total, "max_length": max_length, "rank": rank, "num_ranks": num_ranks}
+            self._stores = tuple(Store(pattern, branches, heads, like=template, **store_options) for branches in branch_runs)
         self._tokens: Tensor | None = None  # of the next call, by hashes, as ranks compare them
         if self._ranks is not None and self.device.type != self._ranks.mesh.device_type:
             raise ValueError(f"device must be that of mesh={self._ranks.mesh.device_type}, got {self.device}")
@@ -248,7 +248,7 @@ class DilatedKVCache:
             return self._attend_one(q, new, added, call)
         if not self._is_empty:
             return self._attend_blocks(q, new, added, call)
-        if self._tokens is not None:  # ranks that are given the same need none of each other, and have yet told nothing
+        if self._tokens is not None:  # ranks with equal tokens have exchanged no message yet: compare the tokens
             _, added = self._merged(q.new_empty(q.shape[0], 0, q.shape[2], self.head_dim + 1), added, call)
         out, _ = attend(q, new.k, new.v, call)
         self._store(new, added)
@@ -257,8 +257,8 @@ class DilatedKVCache:
     def _attend_shards(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, call: Call, shards: tuple[int, ...]
     ) -> Tensor:
-        """Tokens in shards, one on each rank."""
-        ranks, here = self._ranks, q.shape[1]
+        """`attend` for new tokens in shards, one shard on each rank."""
+        ranks, num_local = self._ranks, q.shape[1]
         assert ranks is not None
         start = sum(shards[: ranks.rank])
         if self.records_past:
@@ -267,15 +267,15 @@ class DilatedKVCache:
             ranks.agree(q, call, shards)
         if not self._is_empty:
             q, k, v = ranks.whole(torch.cat([q, k, v], dim=2), shards).split([x.shape[2] for x in (q, k, v)], dim=2)
-            return self._attend(q, k, v, lengths, call)[:, start : start + here]
-        if torch.compiler.is_compiling():  # rows are dealt by where they are found
+            return self._attend(q, k, v, lengths, call)[:, start : start + num_local]
+        if torch.compiler.is_compiling():  # the messages depend on the positions
             return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, call, shards)
         new, added, is_real = read_new(self._lengths, self.max_length, k, v=v, lengths=lengths, start=start, num_tokens=sum(shards))
         out = ranks.attend(q, new.k, new.v, call._replace(shard_lengths=shards))
         marks = ranks.marks(new, added, shards)
         if marks is not None:
             out = self._with_marks(out, marks, start)
-        ranks.deal(self._stores, new, added, shards)
+        ranks.distribute(self._stores, new, added, shards)
         self._lengths += added
         self._is_empty = False
         self._past.clear()
@@ -284,8 +284,8 @@ class DilatedKVCache:
     def _with_marks(self, out: Tensor, is_marked: Tensor, start: int = 0) -> Tensor:
         """The outputs of the first tokens, from the `start`-th on: NaN where they see a mark `(B, N, Hkv)`."""
         sees_mark = torch.cat([store.first_marks(is_marked) for store in self._stores], dim=1)  # (B, Hkv, N)
-        group, here = out.shape[2] // self.num_kv_heads, slice(start, start + out.shape[1])
-        return out.masked_fill(sees_mark[..., here].transpose(1, 2).repeat_interleave(group, 2)[..., None], math.nan)
+        group, span = out.shape[2] // self.num_kv_heads, slice(start, start + out.shape[1])
+        return out.masked_fill(sees_mark[..., span].transpose(1, 2).repeat_interleave(group, 2)[..., None], math.nan)
 
     def _state_before(self, new: Tokens, added: Tensor) -> Past:
         if torch.compiler.is_compiling():
@@ -297,7 +297,7 @@ class DilatedKVCache:
         """Attention of one token per sequence. The token is stored first, so that no copy of the other rows is needed."""
         positions = self.new_positions(1)  # (B, 1)
         can_be_refused = self._ranks is not None and not torch.compiler.is_compiling()
-        with kept_where_refused(self._stores, positions) if can_be_refused else nullcontext():
+        with restored_on_error(self._stores, positions) if can_be_refused else nullcontext():
             for store in self._stores:
                 store.put(new, positions[:, 0], added > 0)
             # Where nothing was added the output is padding, whatever is seen.
@@ -398,35 +398,35 @@ class DilatedKVCache:
             TypeError: If it is no integer.
             NotImplementedError: If the cache holds no values, as on the meta device.
         """
-        wanted = checked_length(length, self._lengths)
+        ends = checked_length(length, self._lengths)
         lengths = self._lengths.tolist()
-        cuts = [(b, new, old) for b, (new, old) in enumerate(zip(wanted, lengths)) if new < old]
+        cuts = [(b, new, old) for b, (new, old) in enumerate(zip(ends, lengths)) if new < old]
         refusal = next(filter(None, (store.why_lost(*cut) for cut in cuts for store in self._stores)), None)
-        kept = torch.minimum(self._lengths, torch.tensor(wanted, device=self.device))
+        new_lengths = torch.minimum(self._lengths, torch.tensor(ends, device=self.device))
         if refusal is not None:
-            if not self._past or bool((kept < self._past[0].lengths).any()):
+            if not self._past or bool((new_lengths < self._past[0].lengths).any()):
                 raise ValueError(refusal)
-            self._go_back(kept)
-        self._lengths.copy_(kept)
+            self._go_back(new_lengths)
+        self._lengths.copy_(new_lengths)
         self._past.clear()
 
     def forget_past(self, num_tokens: int) -> None:
         """Keep only the last recorded calls that together have at least `num_tokens` tokens."""
-        kept = 0
+        num_kept = 0
         for i in range(len(self._past) - 1, -1, -1):
-            if kept >= num_tokens:
+            if num_kept >= num_tokens:
                 del self._past[: i + 1]
                 return
-            kept += self._past[i].new.k.shape[1]
+            num_kept += self._past[i].new.k.shape[1]
 
-    def _go_back(self, kept: Tensor) -> None:
-        """Return to the state before the recorded calls, then store their tokens again up to `kept` `(B,)`."""
+    def _go_back(self, new_lengths: Tensor) -> None:
+        """Return to the state before the recorded calls, then store their tokens again up to `new_lengths` `(B,)`."""
         for past in reversed(self._past):
             for store, overwritten in zip(self._stores, past.stores):
                 store.put_back(overwritten)
         self._lengths.copy_(self._past[0].lengths)
         for past in self._past:
-            self._store(past.new, (kept - self._lengths).clamp(min=0).minimum(past.added))
+            self._store(past.new, (new_lengths - self._lengths).clamp(min=0).minimum(past.added))
 
     def reset(self) -> None:
         """Forget everything; the memory stays allocated.

@@ -81,7 +81,7 @@ class Ranks:
         return attend(q, k, v, call._replace(mesh=self.mesh, exchange=self.exchange))[0]
 
     def whole(self, x: Tensor, lengths: Sequence[int], dim: int = 1) -> Tensor:
-        """The shards of all ranks, on each."""
+        """The concatenated shards of all ranks, on every rank."""
         return unshard_sequence(x, self.mesh, dim=dim, shard_lengths=lengths)
 
     def marks(self, new: Tokens, added: Tensor, lengths: Sequence[int]) -> Tensor | None:
@@ -92,38 +92,40 @@ class Ranks:
         """
         if not holds_values(new.k):
             raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
-        here = added.new_zeros(1) if new.is_plain else new.is_marked.any()[None].to(added.dtype)
-        told = self.whole(torch.cat([here, added])[None], (1,) * self.size, 0)
-        check_same(told[:, 1:], self.numbers)
-        if not bool(told[:, 0].any()):
+        has_marks = added.new_zeros(1) if new.is_plain else new.is_marked.any()[None].to(added.dtype)
+        rows = self.whole(torch.cat([has_marks, added])[None], (1,) * self.size, 0)
+        check_same(rows[:, 1:], self.numbers)
+        if not bool(rows[:, 0].any()):
             return None
         return self.whole(new.is_marked, lengths)
 
-    def deal(self, stores: Sequence[Store], new: Tokens, end: Tensor, lengths: Sequence[int]) -> None:
+    def distribute(self, stores: Sequence[Store], new: Tokens, end: Tensor, lengths: Sequence[int]) -> None:
         """From the first `end` `(B,)` tokens of a sharded sequence, store the rows in the segment of the last token.
 
-        `new` is this rank's shard; each row goes to the rank that it is dealt to.
+        `new` is this rank's shard; each row goes to the rank that stores it.
         """
         shards = [range(first, last) for first, last in pairwise(accumulate(lengths, initial=0))]
 
-        def inside(positions: Tensor, shard: range) -> Tensor:
-            """The tokens of a shard that positions are, or -1."""
+        def index_in(positions: Tensor, shard: range) -> Tensor:
+            """The index in a shard of each position, -1 if it is in another one."""
             return torch.where((positions >= shard.start) & (positions < shard.stop), positions - shard.start, -1)
 
-        here, width = shards[self.rank], 2 * new.k.shape[3] + 1
+        shard_local, width = shards[self.rank], 2 * new.k.shape[3] + 1
         sends = {
-            peer: torch.cat([store.taken(new, inside(store.last_positions(peer, end), here)) for store in stores])
+            peer: torch.cat([store.rows_at(new, index_in(store.last_positions(peer, end), shard_local)) for store in stores])
             for peer in range(self.size)
         }
-        mine = [store.last_positions(self.rank, end) for store in stores]
-        # Looked up twice, since the places of all peers at once are as large as all rows for each of them.
-        rows = {peer: [int((inside(each, shard) >= 0).sum()) for each in mine] for peer, shard in enumerate(shards)}
+        own_positions = [store.last_positions(self.rank, end) for store in stores]
+        # Computed twice: the indices of all peers together would be as large as all rows times the peers.
+        rows = {
+            peer: [int((index_in(positions, shard) >= 0).sum()) for positions in own_positions] for peer, shard in enumerate(shards)
+        }
         receives = {peer: new.k.new_empty(sum(counts), width) for peer, counts in rows.items()}
         receives[self.rank] = sends.pop(self.rank)
         self.swap(sends, {peer: message for peer, message in receives.items() if peer != self.rank})
         for peer, message in receives.items():
-            for store, each, part in zip(stores, mine, message.split(rows[peer])):
-                store.place(part, inside(each, shards[peer]))
+            for store, positions, part in zip(stores, own_positions, message.split(rows[peer])):
+                store.put_rows(part, index_in(positions, shards[peer]))
         for store in stores:
             store.hold(end)
 
@@ -136,13 +138,13 @@ class Ranks:
     def agree(self, q: Tensor, call: Call, shard_lengths: Sequence[int]) -> None:
         """Wait until all ranks have made the same call on shards."""
         shape = [q.shape[0], sum(shard_lengths), q.shape[2]]
-        described = _call_of(self._with(call), shape, call.scale) | {"shard_lengths": shard_lengths}
+        described = _call_of(self._description(call), shape, call.scale) | {"shard_lengths": shard_lengths}
         group = self.mesh.get_group()
         with one_call(group) as number:
             compare(group, q.device, Fields(described), (number,))
 
-    def _with(self, call: Call) -> str:
-        """The cache, and whether there are sinks, whose scores are not compared."""
+    def _description(self, call: Call) -> str:
+        """The description of the cache, and whether there are sinks. Their scores are not compared."""
         return self._described if call.sinks is None else f'{self._described[:-1]}, "sinks": true}}'
 
     def merged(self, parts: Tensor, lengths: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -152,36 +154,37 @@ class Ranks:
             ValueError: If the ranks make other calls, hold caches of other lengths, add others, have reordered sequences otherwise,
                 or are given other tokens: `lengths` `(4 * B,)`.
         """
-        return _merged(parts, lengths, call.scale, self.group_name, self._with(call))
+        return _merged(parts, lengths, call.scale, self.group_name, self._description(call))
 
 
 def merge_parts(parts: Tensor) -> Tensor:
     """Merge partial results of one softmax, `(ranks, ..., D + 1)` with the lse last, into `(..., D)`; 0 where no key is seen."""
     out, lse = parts[..., :-1], parts[..., -1:]
-    most = lse.amax(dim=0)
-    weights = torch.exp(lse - most.masked_fill(most == -math.inf, 0.0)).masked_fill(lse == math.inf, 1.0)  # of a sink, which is all
+    largest = lse.amax(dim=0)
+    finite = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = torch.exp(lse - finite).masked_fill(lse == math.inf, 1.0)  # an infinite sink takes the whole softmax
     total = weights.sum(dim=0)
     return (weights * out).sum(dim=0) / total.masked_fill(total == 0.0, 1.0)
 
 
-def draw_alike(mesh: DeviceMesh, following: Tensor, *terms: object) -> Tensor:
-    """The tokens `(B,)` that rank 0 has drawn, on every rank.
+def draw_alike(mesh: DeviceMesh, following: Tensor, *settings: object) -> Tensor:
+    """The tokens `(B,)` that rank 0 drew, on every rank.
 
     Raises:
-        ValueError: If the ranks draw by other terms: some would go on where others end.
+        ValueError: If the ranks draw under other settings: some would go on where others end.
     """
-    mine = torch.cat([following, following.new_tensor([zlib.crc32(repr(terms).encode())])])
-    told = unshard_sequence(mine[None], mesh, dim=0)
-    if not bool((told[:, -1] == told[0, -1]).all()):
-        raise ValueError(f"max_new_tokens, stop_tokens and pad_token must be the same on all ranks, got {terms} here")
-    return told[0, :-1]
+    row = torch.cat([following, following.new_tensor([zlib.crc32(repr(settings).encode())])])
+    rows = unshard_sequence(row[None], mesh, dim=0)
+    if not bool((rows[:, -1] == rows[0, -1]).all()):
+        raise ValueError(f"max_new_tokens, stop_tokens and pad_token must be the same on all ranks, got {settings} here")
+    return rows[0, :-1]
 
 
 def check_same(
-    told: Tensor,
+    rows: Tensor,
     ranks: Sequence[int],
     what: str = "lengths of a cache and of a call",
-    how: str = "",
+    prefix: str = "",
     hint: str = "every rank makes the same calls",
 ) -> None:
     """Raise if lengths of caches and of new tokens, `(ranks, ...)`, differ between ranks, whose numbers are `ranks`.
@@ -189,14 +192,14 @@ def check_same(
     Raises:
         ValueError: If they do. On other devices than a CPU an assertion fails there: to read them would wait for the device.
     """
-    is_same = (told == told[0]).all(dim=1)
-    if told.device.type != "cpu":
+    is_same = (rows == rows[0]).all(dim=1)
+    if rows.device.type != "cpu":
         torch._assert_async(is_same.all(), f"{what} must be the same on all ranks")
     elif not bool(is_same.all()):
         other = int(is_same.int().argmin())
         raise ValueError(
-            f"{what} must be the same on all ranks, got {how}{told[0].tolist()} on rank {ranks[0]} and "
-            f"{told[other].tolist()} on rank {ranks[other]}; {hint}"
+            f"{what} must be the same on all ranks, got {prefix}{rows[0].tolist()} on rank {ranks[0]} and "
+            f"{rows[other].tolist()} on rank {ranks[other]}; {hint}"
         )
 
 
@@ -226,13 +229,10 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
     with one_call(group) as number:
         compare(group, parts.device, Fields(call), (number,))
         _swap(group, json.dumps(call), number, dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
-    told, num_lengths, ranks = (
-        messages[:, :size].contiguous().view(torch.int64),
-        2 * len(parts),
-        dist.get_process_group_ranks(group),
-    )
-    check_same(told[:, :num_lengths], ranks)
-    order, tokens = told[:, num_lengths:].split(len(parts), dim=1)
+    rows, num_lengths = messages[:, :size].contiguous().view(torch.int64), 2 * len(parts)
+    ranks = dist.get_process_group_ranks(group)
+    check_same(rows[:, :num_lengths], ranks)
+    order, tokens = rows[:, num_lengths:].split(len(parts), dim=1)
     check_same(order, ranks, "the order of the sequences of a cache", "by hashes ")
     hint = "give shard_lengths if they are shards, and draw on one rank what all are to read"
     check_same(tokens, ranks, "the tokens of a call without shard_lengths", "by hashes ", hint)

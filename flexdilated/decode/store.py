@@ -20,18 +20,15 @@ from flexdilated.decode.tokens import Tokens
 
 
 class Overwritten(NamedTuple):
-    """Rows of a store as they were before tokens took them.
+    """A copy of the rows of a store that new tokens overwrite."""
 
-    `at` `(B, heads, R, 1)`: which; None: all. `rows`: what `rows_held` held there. `held`: as in `Store`.
-    """
-
-    at: Tensor | None
-    rows: tuple[Tensor, ...]
-    held: Tensor
+    places: Tensor | None  # (B, heads, R, 1) places among the stored rows; None: all rows
+    rows: tuple[Tensor, ...]  # per tensor of `rows_held`, its rows `(B, heads, R, D or 1)`
+    held: Tensor  # (B, branches), as in `Store`
 
 
 class Past(NamedTuple):
-    """One call of `attend`: the state before it, and what it stored. `lengths`, `added` `(B,)`."""
+    """One call of `attend`: the state before it, and the tokens that it stored. `lengths`, `added`: `(B,)`."""
 
     lengths: Tensor
     stores: tuple[Overwritten, ...]
@@ -40,13 +37,13 @@ class Past(NamedTuple):
 
 
 @contextmanager
-def kept_where_refused(stores: Sequence[Store], positions: Tensor) -> Iterator[None]:
+def restored_on_error(stores: Sequence[Store], positions: Tensor) -> Iterator[None]:
     """Restore the rows that tokens at `positions` `(B, T)` overwrite if an error ends the block."""
-    before = [store.overwritten(positions) for store in stores]
+    saved = [store.overwritten(positions) for store in stores]
     try:
         yield
     except Exception:
-        for store, overwritten in zip(stores, before):
+        for store, overwritten in zip(stores, saved):
             store.put_back(overwritten)
         raise
 
@@ -57,8 +54,8 @@ class Store:
     `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another, finite. `is_marked` `(B, heads, sum of rows, 1)`: which
     were not. `held` `(B, branches)`: the number of the segment that each branch holds, -1 before the first token.
 
-    Over several ranks row `j` of a branch lies on rank `j % num_ranks`, as its row `j // num_ranks`: whatever the positions, every
-    rank holds as many, and a segment that fills up fills all ranks alike. All of them know `held`.
+    Over several ranks, row `j` of a branch is row `j // num_ranks` of rank `j % num_ranks`. So every rank has the same number of
+    rows, and a segment fills all ranks evenly. `held` is equal on all ranks.
     """
 
     def __init__(
@@ -72,15 +69,16 @@ class Store:
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        """Of those of `heads` that run the branches, of `num_heads` in the model, and sequences of at most `max_length` tokens.
+        """Allocate the rows of the heads among `heads` that run the branches.
 
-        `like` `(B, ..., D)` has the batch size, head dim, dtype and device. `self.heads` are counted from the first of `heads`.
+        `num_heads`: heads of the model. `max_length`: tokens of the longest sequence. `like` `(B, ..., D)` has the batch size, head
+        dim, dtype and device. `self.heads` count from the first of `heads`.
         """
         self.rank, self.num_ranks = rank, num_ranks
         device, batch_size, head_dim = like.device, like.shape[0], like.shape[-1]
-        of_model = [head for head in pattern.head_range(branches[0], num_heads) if head in heads]
-        first = of_model[0] - heads.start
-        self.num_kv_heads, self.heads = len(heads), range(first, first + len(of_model))
+        model_heads = [head for head in pattern.head_range(branches[0], num_heads) if head in heads]
+        first = model_heads[0] - heads.start
+        self.num_kv_heads, self.heads = len(heads), range(first, first + len(model_heads))
         self.branches = [pattern.segments("DilatedKVCache")[i] for i in branches]
         longest = math.inf if max_length is None else max_length
         self.rows = [-(-num_kept(int(min(w, longest)), r, 0) // num_ranks) for w, r in self.branches]
@@ -89,23 +87,16 @@ class Store:
         self.k, self.v = (torch.zeros(shape, dtype=like.dtype, device=device) for _ in range(2))
         self.is_marked = torch.zeros(*shape[:3], 1, dtype=torch.bool, device=device)
         self.held = torch.full((batch_size, len(branches)), -1, dtype=torch.int64, device=device)
-        offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in of_model]
+        offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in model_heads]
         self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
-        self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (
-            torch.tensor(values, device=device)
-            for values in (
-                [w for w, _ in self.branches],
-                [r for _, r in self.branches],
-                self.starts,
-                [rows - 1 for rows in self.rows],
-            )
-        )
+        columns = (*zip(*self.branches), self.starts, [rows - 1 for rows in self.rows])
+        self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (torch.tensor(x, device=device) for x in columns)
         self.places = self._places(rank)
 
     def _places(self, rank: int) -> list[Tensor]:
         """The position of each row of a rank in its segment, per branch: `(heads, rows)`.
 
-        Where the rows do not divide, the last one of some ranks lies behind every segment, or behind `max_length`: no token comes.
+        If the number of rows is no multiple of the ranks, the last row of some ranks is past the end of the segment and unused.
         """
         return [
             (torch.arange(rows, device=self.offsets.device) * self.num_ranks + rank) * r + self.offsets[:, i, None]
@@ -119,8 +110,8 @@ class Store:
 
     def keeps(self, positions: Tensor) -> Tensor:
         """Whether a head's branch keeps a position: `(B, heads, T, branches)` of `(B, T)`."""
-        kept = Kept(self.lengths_of_segments, self.rates, self.offsets[:, None])
-        return kept.keeps(positions[:, None, :, None])
+        branches = Kept(self.lengths_of_segments, self.rates, self.offsets[:, None])
+        return branches.keeps(positions[:, None, :, None])
 
     def attend(
         self,
@@ -130,13 +121,13 @@ class Store:
         call: Call,
         new: Tokens | None = None,
     ) -> Tensor:
-        """What queries `(B, T, H, D)` of these heads at `positions` `(B, T)` see: `(B, T, heads * group, D)`.
+        """Attention of queries `(B, T, H, D)` at `positions` `(B, T)` in these heads: `(B, T, heads * group, D)`.
 
-        Stored rows below position `lengths` `(B,)`, and the queries' own tokens where they are not stored yet. Those stand once per
-        branch, so that each counts as often as branches join the pair.
+        Keys are the stored rows below position `lengths` `(B,)`, and the tokens `new` if they are not stored yet. New tokens occur
+        once per branch, so that a pair counts as often as branches join it.
 
-        Over several ranks, of which each sees the stored rows and the new tokens that are its own: the part of one, and its lse
-        behind the last element, `(B, T, heads * group, D + 1)`.
+        Over several ranks, each attends to its own stored rows and new tokens. It returns a partial result with its lse as the last
+        element, `(B, T, heads * group, D + 1)`.
         """
         batch, num_tokens = positions.shape
         keeps = self.keeps(positions)
@@ -148,13 +139,13 @@ class Store:
         masks = [places[:, None] < limits[..., i, None] for i, places in enumerate(self.places)]  # (B, heads, T, rows)
         k, v, is_marked = self.rows_held
         if new is not None:
-            own = slice(self.rank, None, self.num_ranks)
-            at_or_before = positions[:, None, own] <= positions[:, :, None]  # (B, T, own)
+            local = slice(self.rank, None, self.num_ranks)
+            at_or_before = positions[:, None, local] <= positions[:, :, None]  # (B, T, local)
             for i in range(len(self.branches)):
-                together = at_or_before & (segments[:, None, own, i] == segments[:, :, None, i])
-                masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, own, i])
+                together = at_or_before & (segments[:, None, local, i] == segments[:, :, None, i])
+                masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, local, i])
             k, v, is_marked = (
-                torch.cat([x, *[y[:, :, own]] * len(self.branches)], dim=2) for x, y in zip(self.rows_held, self._own_rows(new))
+                torch.cat([x, *[y[:, :, local]] * len(self.branches)], dim=2) for x, y in zip(self.rows_held, self._own_rows(new))
             )
         mask = torch.cat(masks, dim=-1)
         sees_mark = (mask & is_marked[..., 0][:, :, None]).any(-1)  # (B, heads, T)
@@ -165,7 +156,7 @@ class Store:
         k_heads = k.shape[1]
         q = q.unflatten(2, (self.num_kv_heads, -1))[:, :, self.heads.start : self.heads.stop]  # (B, T, heads, group, D)
         group, head_dim = q.shape[3:]
-        # Query heads that share a key stand one after another as rows of one head: keys are read where they lie, not repeated.
+        # Query heads that share a key head become rows of one head, so that keys are not repeated.
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, k_heads, group * num_tokens, head_dim)
         mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(batch, k_heads, group * num_tokens, -1)
         if self.num_ranks == 1 and call.sinks is None:
@@ -204,20 +195,20 @@ class Store:
             keeps = keeps & (rows % self.num_ranks == self.rank)[:, None]
         index = self._index(rows)[:, None, :, None].expand(-1, self.k.shape[1], -1, self.k.shape[3])  # (B, heads, branches, D)
         for stored, x in zip(self.rows_held, self._own_rows(new)):
-            at = index[..., : x.shape[3]]
-            stored.scatter_(2, at, torch.where(keeps[..., None], x, stored.gather(2, at)))
+            x_index = index[..., : x.shape[3]]
+            stored.scatter_(2, x_index, torch.where(keeps[..., None], x, stored.gather(2, x_index)))
         self.held.copy_(torch.where(is_new[:, None], positions[:, None] // self.lengths_of_segments, self.held))
 
     def put_last(self, new: Tokens, lengths: Tensor, added: Tensor) -> None:
         """From the first `added` `(B,)` of T tokens, which follow `lengths` `(B,)` others, store the rows in the last segment."""
         end = lengths + added
         segments = torch.where(added[:, None] > 0, (end[:, None] - 1) // self.lengths_of_segments, self.held)  # (B, branches)
-        own = self._own_rows(new)
+        new_rows = self._own_rows(new)
         for i, (places, start, rows) in enumerate(zip(self.places, self.starts, self.rows)):
             positions = segments[:, i, None, None] * self.lengths_of_segments[i] + places  # (B, heads, rows)
             is_new = ((positions >= lengths[:, None, None]) & (positions < end[:, None, None]))[..., None]
             index = (positions - lengths[:, None, None]).clamp(0, new.k.shape[1] - 1)[..., None]
-            for stored, x in zip(self.rows_held, own):
+            for stored, x in zip(self.rows_held, new_rows):
                 part = stored[:, :, start : start + rows]
                 part.copy_(torch.where(is_new, x.gather(2, index.expand(-1, -1, -1, x.shape[3])), part))
         self.held.copy_(segments)
@@ -235,7 +226,7 @@ class Store:
     def _index(self, rows: Tensor) -> Tensor:
         """The places of rows `(..., branches)` among the stored ones; rows of other ranks get the places of their neighbours.
 
-        A full sequence, to which nothing is added, stands behind the last row: its index must exist all the same.
+        The next row of a full sequence is after the last one. Nothing is added to it, but its index must exist.
         """
         return (rows // self.num_ranks).clamp(max=self.last_rows) + self.first_rows
 
@@ -246,17 +237,17 @@ class Store:
         positions = torch.cat(parts, dim=-1)
         return torch.where(positions < end[:, None, None], positions, -1)
 
-    def taken(self, new: Tokens, at: Tensor) -> Tensor:
-        """`(E, 2 D + 1)`: keys, values and marks of the new tokens `at` `(B, heads, rows)`, in that order, none where below 0."""
-        b, head, row = (at >= 0).nonzero(as_tuple=True)
-        k, v, is_marked = (x[b, head, at[b, head, row]] for x in self._own_rows(new))
+    def rows_at(self, new: Tokens, index: Tensor) -> Tensor:
+        """`(E, 2 D + 1)` keys, values and marks of the new tokens `index` `(B, heads, rows)`; an index below 0 gives no row."""
+        b, head, row = (index >= 0).nonzero(as_tuple=True)
+        k, v, is_marked = (x[b, head, index[b, head, row]] for x in self._own_rows(new))
         return torch.cat([k, v, is_marked.to(k.dtype)], dim=1)
 
-    def place(self, taken: Tensor, at: Tensor) -> None:
-        """Store what `taken` gave, where `at` `(B, heads, sum of rows)` is not below 0."""
+    def put_rows(self, rows: Tensor, index: Tensor) -> None:
+        """Store `rows`, which `rows_at` returned, where `index` `(B, heads, sum of rows)` is not below 0."""
         dim = self.k.shape[3]
-        for stored, x in zip(self.rows_held, (taken[:, :dim], taken[:, dim : 2 * dim], taken[:, 2 * dim :] > 0)):
-            stored[at >= 0] = x
+        for stored, x in zip(self.rows_held, (rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim :] > 0)):
+            stored[index >= 0] = x
 
     def hold(self, end: Tensor) -> None:
         """Record that the stored rows belong to the segments of the last of `end` `(B,)` tokens."""
@@ -264,7 +255,7 @@ class Store:
 
     def put_back(self, overwritten: Overwritten) -> None:
         """Restore the rows that `overwritten` returned."""
-        index = overwritten.at
+        index = overwritten.places
         for stored, x in zip(self.rows_held, overwritten.rows):
             if index is None:
                 stored.copy_(x)
@@ -274,8 +265,8 @@ class Store:
 
     def why_lost(self, sequence: int, new: int, old: int) -> str | None:
         """Why a sequence of `old` tokens cannot be cut to `new` by what is stored alone; None if it can."""
-        for (w, _), held in zip(self.branches, self.held[sequence].tolist()):
-            if new % w and held != new // w:
+        for (w, _), segment in zip(self.branches, self.held[sequence].tolist()):
+            if new % w and segment != new // w:
                 return (
                     f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
                     f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence anew"
@@ -283,10 +274,10 @@ class Store:
         return None
 
     def select(self, indices: Tensor) -> None:
-        """Hold what the sequences `indices` hold, in that order; their number may change."""
+        """Replace the sequences by those at `indices`, in that order; their number may change."""
         self.k, self.v, self.is_marked, self.held = (x.index_select(0, indices) for x in (*self.rows_held, self.held))
 
     def _own_rows(self, new: Tokens) -> tuple[Tensor, ...]:
-        """What `rows_held` holds of new tokens, `(B, heads, T, D)` and `(B, heads, T, 1)`: the heads of this store."""
+        """k, v `(B, heads, T, D)` and marks `(B, heads, T, 1)` of new tokens in the heads of this store."""
         heads = slice(self.heads.start, self.heads.stop)
         return tuple(x[:, :, heads].transpose(1, 2) for x in (new.k, new.v, new.is_marked[..., None]))

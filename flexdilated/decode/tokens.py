@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexdilated.core.tracing import holds_values
 
-# Tokens attended at once where a chunk begins behind stored keys: its mask has as many rows, and a column per stored row.
+# Tokens per attention call of a chunk after stored keys: the mask has a row per token and a column per stored row.
 BLOCK = 128
 
 
@@ -41,7 +41,7 @@ def marked(k: Tensor, v: Tensor) -> Tokens:
 
 
 def read_new(
-    held: Tensor,
+    cached: Tensor,
     max_length: int | None,
     k: Tensor,
     v: Tensor,
@@ -49,12 +49,13 @@ def read_new(
     start: int = 0,
     num_tokens: int | None = None,
 ) -> tuple[Tokens, Tensor, Tensor | None]:
-    """New tokens behind `held` `(B,)` others, from the `start`-th of `num_tokens` on; `(B,)`, how many a sequence has; `(B, T)`,
-    which are no padding."""
+    """`(tokens, added, is_real)`: new tokens after `cached` `(B,)` others, `(B,)` their number, and `(B, T)` which are no padding.
+
+    k and v hold the tokens from the `start`-th of `num_tokens` on. `is_real` is None without padding."""
     num_tokens = k.shape[1] if num_tokens is None else num_tokens
-    added = torch.full_like(held, num_tokens) if lengths is None else lengths
+    added = torch.full_like(cached, num_tokens) if lengths is None else lengths
     if max_length is not None:
-        torch._assert_async((held + added <= max_length).all(), f"lengths must stay within max_length={max_length} of the cache")
+        torch._assert_async((cached + added <= max_length).all(), f"lengths must stay within max_length={max_length} of the cache")
     if lengths is None:
         return marked(k, v), added, None
     is_real = torch.arange(start, start + k.shape[1], device=k.device) < lengths[:, None]

@@ -71,9 +71,9 @@ def attend_sharded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
         call = call._replace(backend=choose(call.backend, request, divided=True))
         by_autograd = call.is_modified() or call.backend == "flex"
         if by_autograd and call.exchange == "ring":
-            asked = "score_mod and mask_mod" if call.is_modified() else "backend='flex'"
+            option = "score_mod and mask_mod" if call.is_modified() else "backend='flex'"
             raise NotImplementedError(
-                f"exchange must be 'auto', 'gather' or 'heads' with {asked}, got 'ring', which keeps no rows of other ranks: "
+                f"exchange must be 'auto', 'gather' or 'heads' with {option}, got 'ring', which keeps no rows of other ranks: "
                 "autograd keeps them"
             )
         made_by = version_and_speeds(call.exchange)
@@ -83,7 +83,7 @@ def attend_sharded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
         raise
     # A score function may learn where q, k and v do not: then a backward has no messages.
     sends_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    # How many rows the backward is left depends on where documents lie, which tracing does not know.
+    # The number of rows saved for the backward depends on document boundaries, whose values tracing does not know.
     keeps = request.differentiable and (TRACES_UNKNOWN_SIZES or call.cu_seqlens is None or not torch.compiler.is_compiling())
     context = RankContext(
         group_name=group_name,
@@ -170,11 +170,11 @@ def _shapes(inputs: Inputs, options: tuple[OpOptions, RankContext]) -> tuple[Ten
 
 
 def _received_size(inputs: Inputs, op_options: OpOptions, context: RankContext) -> Any:
-    """Elements that the forward leaves to the backward, as far as they are known before it runs."""
+    """Number of elements that the forward saves for the backward; a symbol if it is known only at run time."""
     q = inputs.q
     if not context.keeps:
         return 0
-    # Where documents lie, and sizes that change from call to call, are known at run time only. Where that cannot be traced, each
+    # Document boundaries, and sizes that change from call to call, are known at run time only. Where that cannot be traced, each
     # length gets a graph of its own.
     sizes = (*q.shape, *context.shard_lengths)
     if inputs.cu_seqlens is not None or (TRACES_UNKNOWN_SIZES and any(isinstance(n, torch.SymInt) for n in sizes)):
@@ -193,10 +193,10 @@ def _backward(
     plan = context.plan(inputs, op_options)
     fields = context.fields(plan, inputs, op_options)
     transport = context.transport(plan, fields, dout.device, int(number.item()), backward=True)
-    given = OutputGradients(dout=rows_contiguous(dout), dlse=dlse, out=rows_contiguous(out), lse=lse)
+    output_grads = OutputGradients(dout=rows_contiguous(dout), dlse=dlse, out=rows_contiguous(out), lse=lse)
     with without_autocast(dout.device):
         work = _work(inputs, op_options, context, plan)
-        return context_backward(work, given, received if context.keeps else None, transport)
+        return context_backward(work, output_grads, received if context.keeps else None, transport)
 
 
 CONTEXT_PARALLEL = operator(

@@ -43,12 +43,12 @@ class Fields:
         return 2 * ((int.from_bytes(self.digest[:8], "big") + number) % TAGS) + backward
 
     def shown(self) -> bytes:
-        """Each field as `shown`, as JSON; the fields of a dict as `name.key`."""
-        found: dict[str, str] = {}
+        """The fields as JSON, each value as the function `shown` writes it; the fields of a dict as `name.key`."""
+        texts: dict[str, str] = {}
         for name, value in self._values.items():
-            inner = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-            found |= {key: shown(each) for key, each in inner.items()}
-        return json.dumps(found).encode()
+            inner = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+            texts |= {key: shown(item) for key, item in inner.items()}
+        return json.dumps(texts).encode()
 
 
 class _Calls:
@@ -95,7 +95,7 @@ def miss_call(group: dist.ProcessGroup) -> None:
 def compare(
     group: dist.ProcessGroup, device: torch.device, fields: Fields, numbers: Sequence[int] = (), *, each_time: bool = False
 ) -> None:
-    """Return when all ranks of a group are known to hold the same fields; at once if they have been compared before.
+    """Compare fields over the ranks of a group; return immediately if these fields have been compared before.
 
     This collective is the first operation of the group on this device: NCCL makes its communicator there, which needs all ranks.
 
@@ -117,17 +117,17 @@ def compare(
     if key in compared and not each_time:
         return
     text = fields.shown()
-    digest = [int.from_bytes(fields.digest[at : at + 8], "big", signed=True) for at in range(0, 32, 8)]
+    digest = [int.from_bytes(fields.digest[byte : byte + 8], "big", signed=True) for byte in range(0, 32, 8)]
     rows = _gathered(group, device, (*numbers, *[0] * (2 - len(numbers)), len(text), *digest))
     if key in compared and device.type != "cpu":
         torch._assert_async((rows == rows[0]).all(), "ranks must make the same calls in the same order over a mesh")
         return
-    of_ranks: list[list[int]] = rows.tolist()
-    if any(row != of_ranks[0] for row in of_ranks):
-        texts = _gathered(group, device, text.ljust(max(row[2] for row in of_ranks)))
-        plans = [json.loads(bytes(each)) for each in texts.tolist()]
-        for at, name in enumerate(COUNTED):
-            plans = [{**plan, name: str(row[at])} for plan, row in zip(plans, of_ranks)]
+    rows_of_ranks: list[list[int]] = rows.tolist()
+    if any(row != rows_of_ranks[0] for row in rows_of_ranks):
+        texts = _gathered(group, device, text.ljust(max(row[2] for row in rows_of_ranks)))
+        plans = [json.loads(bytes(encoded)) for encoded in texts.tolist()]
+        for column, name in enumerate(COUNTED):
+            plans = [{**plan, name: str(row[column])} for plan, row in zip(plans, rows_of_ranks)]
         raise ValueError(f"ranks must agree on {'; on '.join(differences(dist.get_process_group_ranks(group), plans))}")
     compared[key] = None
     if len(compared) > MOST_PLANS:
@@ -137,34 +137,34 @@ def compare(
 @in_no_mode
 def _gathered(group: dist.ProcessGroup, device: torch.device, row: Sequence[int]) -> Tensor:
     """The integers of all ranks, `(ranks, n)`; n must be the same on all."""
-    mine = torch.tensor(list(row), dtype=torch.uint8 if isinstance(row, bytes) else torch.int64, device=device)
-    rows = mine.repeat(group.size(), 1)  # a group that moves nothing, as torch's fake one, leaves what is here
-    dist.all_gather(list(rows.unbind()), mine, group=group)
+    row_local = torch.tensor(list(row), dtype=torch.uint8 if isinstance(row, bytes) else torch.int64, device=device)
+    rows = row_local.repeat(group.size(), 1)  # a group that moves nothing, as torch's fake one, leaves what is here
+    dist.all_gather(list(rows.unbind()), row_local, group=group)
     return rows
 
 
 def differences(ranks: Sequence[int], plans: Sequence[Mapping[str, str]]) -> list[str]:
     """Each field that differs, and its values with their ranks: `batch, got 1 on ranks 0, 2 and 2 on rank 1`."""
-    found = []
+    differing = []
     for name in dict.fromkeys(name for plan in plans for name in plan):
         holders: dict[str, list[int]] = {}
         for rank, plan in zip(ranks, plans):
             holders.setdefault(plan.get(name, "nothing"), []).append(rank)
         if len(holders) > 1:
-            values = [f"{value} on {named(those)}" for value, those in holders.items()]
-            found.append(f"{name}, got {short(values, ' and ', 'values')}")
-    return found
+            values = [f"{value} on {named(value_ranks)}" for value, value_ranks in holders.items()]
+            differing.append(f"{name}, got {short(values, ' and ', 'values')}")
+    return differing
 
 
 def named(ranks: Sequence[int]) -> str:
-    """For example `rank 3`, or `ranks 0, 2`."""
+    """Ranks as text: `rank 3`, or `ranks 0, 2`."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {short([str(rank) for rank in ranks], ', ', 'ranks')}"
 
 
 def short(items: Sequence[str], separator: str, what: str) -> str:
     """The first items, and how many there are if more."""
-    some = separator.join(items[:MOST_ITEMS])
-    return some if len(items) <= MOST_ITEMS else f"{some}, ... ({len(items)} {what})"
+    text = separator.join(items[:MOST_ITEMS])
+    return text if len(items) <= MOST_ITEMS else f"{text}, ... ({len(items)} {what})"
 
 
 def shown(value: object) -> str:

@@ -29,14 +29,14 @@ class _Layout(NamedTuple):
         return self.dims.index(dim) if dim in self.dims else None
 
     def place(self, axis: int) -> int:
-        """Of this rank on an axis."""
+        """The coordinate of this rank on an axis."""
         places = self.mesh.get_coordinate()
         assert places is not None  # it holds a part of q
         return places[axis]
 
 
 def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call, Wrap]:
-    """The local parts of DTensors, the call of those, and what makes DTensors of its `out` and `lse`: of the same placements.
+    """The local tensors of DTensors q, k and v, the call on them, and the `Wrap` that makes DTensors of its results.
 
     Raises:
         TypeError: If only some of q, k and v are DTensors.
@@ -61,11 +61,11 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
 
 
 def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceMesh | None) -> Call:
-    """The call of this rank's parts, where the tokens lie on the ranks of a mesh."""
+    """The call on this rank's local tensors; `mesh`: the ranks that share the tokens."""
     axis = layout.axis(TOKENS)
     if axis is not None:
-        for name, given in (("mesh", call.mesh), ("shard_lengths", call.shard_lengths)):
-            if given is not None:
+        for name, value in (("mesh", call.mesh), ("shard_lengths", call.shard_lengths)):
+            if value is not None:
                 raise ValueError(f"{name} must be None for DTensors sharded on tokens, whose placements say it, got a value")
         shards = _chunks(q.shape[TOKENS], layout.mesh.size(axis))
         call = call._replace(mesh=mesh, shard_lengths=shards)
@@ -88,8 +88,8 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
     if isinstance(mask, DTensor):
         if mask.device_mesh != q.device_mesh:
             raise ValueError(f"key_padding_mask must have the mesh of q={q.device_mesh}, got {mask.device_mesh}")
-        wanted = tuple(p if dim in (BATCH, TOKENS) else Replicate() for p, dim in zip(q.placements, layout.dims))
-        mask = mask.redistribute(q.device_mesh, wanted).to_local()
+        placements = tuple(p if dim in (BATCH, TOKENS) else Replicate() for p, dim in zip(q.placements, layout.dims))
+        mask = mask.redistribute(q.device_mesh, placements).to_local()
     if isinstance(borders, DTensor):
         borders = borders.full_tensor()
     first_head, num_heads = _heads(q, k, layout)
@@ -102,7 +102,7 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
 
 
 class Wrap(NamedTuple):
-    """`out` and `lse` as DTensors: of which mesh, placements and shape q is, and which dims its axes shard."""
+    """Makes DTensors of local `out` and `lse`: mesh, placements and shape of q, and the dim that each axis shards."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -110,12 +110,12 @@ class Wrap(NamedTuple):
     dims: tuple[int | None, ...]
 
     def around(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The whole of what this rank has its part of."""
+        """DTensors of which `out` and `lse` are this rank's part."""
         whole = self._whole(out, self.placements, self.shape)
         if lse is None:
             return whole, None
-        moved = {BATCH: 0, TOKENS: 2, HEADS: 1}
-        placements = tuple(Replicate() if dim is None else Shard(moved[dim]) for dim in self.dims)
+        lse_dims = {BATCH: 0, TOKENS: 2, HEADS: 1}
+        placements = tuple(Replicate() if dim is None else Shard(lse_dims[dim]) for dim in self.dims)
         return whole, self._whole(lse, placements, Size((self.shape[0], self.shape[2], self.shape[1])))
 
     def _whole(self, x: Tensor, placements: tuple[Placement, ...], shape: Size) -> DTensor:
@@ -164,7 +164,7 @@ def _heads(q: DTensor, k: DTensor, layout: _Layout) -> tuple[int, int | None]:
 
 
 def _with_heads_from(first: int, q: Tensor, call: Call) -> Call:
-    """The call with functions that are told heads of the model, where q holds those from the first on."""
+    """The call with functions that receive head numbers of the model; q holds the heads from `first` on."""
     check_mods(call.score_mod, call.mask_mod, q)  # what is wrong with them they would say later, from inside
     score, mask = call.score_mod, call.mask_mod
     return call._replace(
@@ -180,5 +180,5 @@ def _chunks(length: int, parts: int) -> Sequence[int]:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     return tuple(accumulate(reversed((*shape[1:], 1)), lambda a, b: a * b))[::-1]

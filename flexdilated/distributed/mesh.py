@@ -32,10 +32,10 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def canonical_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The first mesh that was given here over the same process group.
+    """The first mesh that this function received over the same process group.
 
-    `axes["cp"]` is a new object each time, and graphs are guarded by the object: modules that hold one each would be compiled anew
-    for each. What is no axis, or not usable, comes back as it is; the calls refuse it.
+    `axes["cp"]` is a new object each time, and graphs are guarded by the object: modules with a mesh object each would be compiled
+    once per object. What is no axis, or not usable, comes back as it is; the calls refuse it.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         return mesh
@@ -43,17 +43,17 @@ def canonical_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
         group = mesh.get_group()
     except (RuntimeError, ValueError):  # of other ranks
         return mesh
-    kept = _known.get(group, lambda: None)()
-    if kept is None or kept != mesh:
-        kept = mesh
+    first_mesh = _known.get(group, lambda: None)()
+    if first_mesh is None or first_mesh != mesh:
+        first_mesh = mesh
         _known[group] = ref(mesh)
-    return kept
+    return first_mesh
 
 
 _known: WeakKeyDictionary[dist.ProcessGroup, ref[DeviceMesh]] = WeakKeyDictionary()
 
 
-@lru_cache(maxsize=64)  # the tensor of ranks is made anew at each look, in 20 microseconds
+@lru_cache(maxsize=64)  # `mesh.mesh` makes a tensor at each access, in 20 microseconds
 def _place_of(mesh: DeviceMesh, rank: int) -> tuple[int, int]:
     """A rank in a 1-D mesh, and the number of its ranks."""
     if mesh.ndim != 1:

@@ -1,4 +1,4 @@
-"""What all ranks of a mesh add up, in calls that are not differentiated."""
+"""Sums over the ranks of a mesh, without gradients."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Sums:
 
     def logsumexp(self, x: Tensor) -> Tensor:
         """`log(sum(exp(x)))` over ranks; -inf where all are."""
-        most = self._reduced(x.clone(), dist.ReduceOp.MAX)
-        finite = most.masked_fill(most == -torch.inf, 0.0)
+        largest = self._reduced(x.clone(), dist.ReduceOp.MAX)
+        finite = largest.masked_fill(largest == -torch.inf, 0.0)
         return finite + torch.log(self.total(torch.exp(x - finite)))
 
-    def _reduced(self, x: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+    def _reduced(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.num_ranks > 1:
             x = x.contiguous()
             with explained("attention_map over this mesh"):
-                dist.all_reduce(x, how, group=self._group)
+                dist.all_reduce(x, operation, group=self._group)
         return x

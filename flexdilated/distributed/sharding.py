@@ -16,7 +16,7 @@ Batch = TypeVar("Batch")
 
 
 def even_shard_lengths(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
-    """Lengths as equal as can be, the first ones one longer: `even_shard_lengths(7, 3) == (3, 2, 2)`.
+    """Shard lengths that differ by at most 1, the longer ones first.
 
     >>> even_shard_lengths(7, 3)
     (3, 2, 2)
@@ -35,18 +35,13 @@ def even_shard_lengths(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
 def local_shard_lengths(
     mesh: DeviceMesh, num_tokens_local: int, shard_lengths: Sequence[int] | None = None
 ) -> tuple[int, tuple[int, ...]]:
-    """This rank in a 1-D mesh, and the shard lengths of all, given that of this rank: equal ones, or what `shard_lengths` declares.
-
-    Raises:
-        TypeError: If `mesh` is no `DeviceMesh`, or a length no integer.
-        ValueError: If the mesh cannot be used, or the lengths are malformed or give this rank another number of tokens.
-    """
+    """This rank in a 1-D mesh, and the `declared_lengths` of all ranks; raises as `group_of` and `declared_lengths`."""
     _, rank, num_ranks = group_of(mesh)
     return rank, declared_lengths(rank, num_ranks, num_tokens_local, shard_lengths)
 
 
 def declared_lengths(rank: int, num_ranks: int, num_tokens_local: int, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
-    """The shard lengths of all ranks, given that of one: equal ones, or what `shard_lengths` declares.
+    """The shard lengths of all ranks: `shard_lengths`, by default equal to that of rank `rank`.
 
     Raises:
         TypeError: If a length is no integer.

@@ -103,26 +103,28 @@ def gather_tokens(
         RuntimeError: If a position lies outside of the sequence, or, on all of them, is another on some rank.
     """
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
-        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
-        raise TypeError(f"positions must be an int64 or int32 tensor, got {got}")
+        kind = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+        raise TypeError(f"positions must be an int64 or int32 tensor, got {kind}")
     if x_local.dim() != 3:
         raise ValueError(f"x_local must have shape (B, n, E), got {tuple(x_local.shape)}")
     if positions.shape != x_local.shape[:1]:
         raise ValueError(f"positions must have shape (B,)=({x_local.shape[0]},), got {tuple(positions.shape)}")
     rank, lengths = local_shard_lengths(mesh, x_local.shape[1], shard_lengths)
-    inside = (positions >= 0) & (positions < sum(lengths))
-    torch._assert_async(inside.all(), f"positions must be in [0, N={sum(lengths)}), got others")
+    in_range = (positions >= 0) & (positions < sum(lengths))
+    torch._assert_async(in_range.all(), f"positions must be in [0, N={sum(lengths)}), got others")
     ends = torch.tensor(lengths, device=x_local.device).cumsum(0)
-    here = torch.arange(len(positions), device=x_local.device)
+    sequence = torch.arange(len(positions), device=x_local.device)
     if lengths[rank]:
-        mine = x_local[here, (positions - sum(lengths[:rank])).clamp(0, lengths[rank] - 1)][:, None]
+        token_local = x_local[sequence, (positions - sum(lengths[:rank])).clamp(0, lengths[rank] - 1)][:, None]
     else:
-        mine = x_local.sum(1, keepdim=True, dtype=x_local.dtype)  # zeros, of which autograd knows where they are from
-    of_ranks = _unsharded(mine[None], mesh, 0, (1,) * len(lengths), reduce_gradients, lengths)
-    asked = _unsharded(positions.long()[None], mesh, 0, (1,) * len(lengths), False, lengths)
-    torch._assert_async((asked == positions).all(), "positions must be the same on all ranks, got others")
+        token_local = x_local.sum(
+            1, keepdim=True, dtype=x_local.dtype
+        )  # zeros that depend on x_local, so that its gradient is defined
+    tokens_of_ranks = _unsharded(token_local[None], mesh, 0, (1,) * len(lengths), reduce_gradients, lengths)
+    positions_of_ranks = _unsharded(positions.long()[None], mesh, 0, (1,) * len(lengths), False, lengths)
+    torch._assert_async((positions_of_ranks == positions).all(), "positions must be the same on all ranks, got others")
     owner = torch.searchsorted(ends, positions, right=True)  # an empty shard owns none
-    return of_ranks[owner, here]
+    return tokens_of_ranks[owner, sequence]
 
 
 # Opaque operators: functional collectives lose their gradient when compiled in some versions (pytorch/pytorch#183459).
@@ -148,12 +150,12 @@ def _gather(
         # Memory before the first collective: a rank that fails between two collectives would leave the others in the second.
         whole, padded = _whole(x, lengths, dim), _padded(x, lengths[rank : rank + 1], max(lengths), dim)
         shards = padded.new_empty(len(lengths), *padded.shape[1:])
-        more = {
+        own_fields = {
             "reduce_gradients": reduces,
             "requires_grad": differentiates,
             "shard_lengths of gather_tokens": list(also),
         }
-        fields = Fields({"call": "unshard_sequence", **_described(x, lengths, dim), **more})
+        fields = Fields({"call": "unshard_sequence", **_described(x, lengths, dim), **own_fields})
         compare(group, x.device, fields, (number,), each_time=True)  # collectives have no tags
         if whole.numel() > 0:  # on every rank
             parts = list(shards.view(-1).view(torch.uint8).chunk(len(lengths)))  # as bytes: gloo knows few dtypes
@@ -177,17 +179,17 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @torch.library.custom_op("flexdilated::unshard_backward", mutates_args=(), tags=OVER_RANKS)
 def _reduce(grad: Tensor, number: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
-    """This rank's slice of the sum of all ranks' gradients of the whole that the call of a number gave."""
+    """This rank's slice of the sum over ranks of the gradients of the whole sequence; `number`: that of the forward call."""
     group = process_group(group_name)
     with one_call(group) as call:
         parts = _padded(grad, lengths, max(lengths), dim)
-        mine = torch.empty_like(parts[0])
+        grad_local = torch.empty_like(parts[0])
         fields = Fields({"call": "the backward of unshard_sequence", **_described(grad, lengths, dim)})
         compare(group, grad.device, fields, (call, int(number.item())), each_time=True)
         if grad.numel() > 0:
             with explained(f"call {call} over this mesh, the backward of unshard_sequence"):
-                _REDUCE_SCATTER(mine.view(-1), parts.view(-1), group=group)
-        return mine[: lengths[rank]].movedim(0, dim).contiguous()
+                _REDUCE_SCATTER(grad_local.view(-1), parts.view(-1), group=group)
+        return grad_local[: lengths[rank]].movedim(0, dim).contiguous()
 
 
 @_reduce.register_fake
@@ -197,15 +199,15 @@ def _(grad: Tensor, number: Tensor, group_name: str, rank: int, lengths: Sequenc
 
 
 def _described(x: Tensor, lengths: Sequence[int], dim: int) -> dict[str, object]:
-    others = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    return {"shard_lengths": list(lengths), "dtype": str(x.dtype), "dim": dim, "the other dims of shards": others}
+    other_dims = [*x.shape[:dim], *x.shape[dim + 1 :]]
+    return {"shard_lengths": list(lengths), "dtype": str(x.dtype), "dim": dim, "the other dims of shards": other_dims}
 
 
 def _padded(x: Tensor, lengths: Sequence[int], longest: int, dim: int) -> Tensor:
     """`(parts, longest, other dims)`: the parts of x along `dim`, and zeros, since collectives need parts of equal sizes."""
     padded = x.new_zeros(len(lengths), longest, *x.shape[:dim], *x.shape[dim + 1 :])
-    for each, part in zip(padded, x.split(list(lengths), dim)):
-        each[: part.shape[dim]] = part.movedim(dim, 0)
+    for shard, part in zip(padded, x.split(list(lengths), dim)):
+        shard[: part.shape[dim]] = part.movedim(dim, 0)
     return padded
 
 
@@ -221,10 +223,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     if ctx.reduces:
         (number,) = ctx.saved_tensors
-        mine = _reduce(grad, number, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim)
+        grad_local = _reduce(grad, number, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim)
     else:
-        mine = grad.narrow(ctx.dim, sum(ctx.lengths[: ctx.rank]), ctx.lengths[ctx.rank])
-    return mine, *[None] * 8
+        grad_local = grad.narrow(ctx.dim, sum(ctx.lengths[: ctx.rank]), ctx.lengths[ctx.rank])
+    return grad_local, *[None] * 8
 
 
 def _save_of_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

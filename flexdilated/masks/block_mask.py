@@ -17,7 +17,7 @@ from flexdilated.core.integers import is_integer
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import uncached
 from flexdilated.masks.blocks import BlockLists, Direction, block_lists, head_branches, most_columns
-from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding
+from flexdilated.masks.functions import checked, mask_mod_of
 
 LARGE = 1 << 22  # entries: 16 MiB
 TILE = 16  # the least that Triton's matrix product takes
@@ -54,7 +54,6 @@ def create_dilated_block_mask(
         NotImplementedError: As `dilated_mask_mod`; or, inside `torch.compile`, for a block size other than 128.
     """
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    refuse_zero_padding(pattern, num_kv_heads, seq_len, is_causal)
     sizes = _block_sizes(BLOCK_SIZE)
     device = torch.empty(0, device=device).device  # with its index
     if device.type != "cpu" and any(size % TILE for size in sizes):
@@ -86,10 +85,10 @@ def block_mask_for(
     narrows: bool,
     sizes: tuple[int, int] = (128, 128),
 ) -> BlockMask:
-    """The blocks of a pattern under a mask function of one's own, as calls of `flex_attention` in this package need them.
+    """The block mask of a pattern with another mask function, which may remove pairs of the pattern.
 
-    The function `narrows` where it takes pairs away that the pattern joins: then no block is known to be full. Under the compiler
-    the lists come from an opaque operator, of blocks of 128: the graph holds for other lengths, and nothing of it is traced.
+    `narrows`: whether the function removes pairs that the pattern joins; then every block is listed as partial. Under the compiler,
+    with blocks of 128, the lists come from an opaque operator: one graph serves every length.
     """
     if not torch.compiler.is_compiling():
         kv, q = _lists(
@@ -113,7 +112,7 @@ def block_mask_for(
 
 
 def assemble(kv: BlockLists, q: BlockLists, seq_lengths: tuple[int, int], sizes: tuple[int, int], mask_mod: MaskMod) -> BlockMask:
-    """The `BlockMask` of so many queries and keys, by the lists of key blocks per query block, and the other way round."""
+    """The `BlockMask` from the key blocks of each query block (`kv`) and the query blocks of each key block (`q`)."""
     return BlockMask(
         seq_lengths=seq_lengths,
         kv_num_blocks=kv.partial_counts,
@@ -130,7 +129,7 @@ def assemble(kv: BlockLists, q: BlockLists, seq_lengths: tuple[int, int], sizes:
 
 
 class _Wanted(NamedTuple):
-    """What the lists of a block mask follow from."""
+    """Everything that determines the lists of a block mask, as a cache key."""
 
     pattern: DilatedPattern
     num_heads: int
@@ -142,28 +141,30 @@ class _Wanted(NamedTuple):
     separate_full: bool
 
 
-def _lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
-    """The lists of key blocks per query block, and the other way round, `(1, heads, ...)`. Few large ones are kept."""
-    rows, columns = (wanted.seq_len // size for size in wanted.sizes)
-    large = wanted.num_heads * rows * min(columns, most_columns(wanted.pattern, *wanted.sizes)) > LARGE
-    return _find_large_lists(wanted) if large else _find_lists(wanted)
+def _lists(key: _Wanted) -> tuple[BlockLists, BlockLists]:
+    """`(kv, q)` block lists, `(1, heads, ...)` each, from one of two caches: large lists are kept for few keys."""
+    rows, columns = (key.seq_len // size for size in key.sizes)
+    large = key.num_heads * rows * min(columns, most_columns(key.pattern, *key.sizes)) > LARGE
+    return _find_large_lists(key) if large else _find_lists(key)
 
 
 @lru_cache(maxsize=64)
 @in_no_mode
-def _find_lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
-    pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full = wanted
+def _find_lists(key: _Wanted) -> tuple[BlockLists, BlockLists]:
+    pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full = key
     classes: dict[tuple[Kept, ...], int] = {}
     kinds = [head_branches(pattern, h, num_kv_heads, seq_len) for h in range(num_kv_heads)]
-    of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
+    class_of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
 
     def side(row_size: int, column_size: int, direction: Direction) -> BlockLists:
-        found = [block_lists(kind, seq_len, row_size, column_size, direction, separate_full=separate_full) for kind in classes]
+        lists_of_class = [
+            block_lists(kind, seq_len, row_size, column_size, direction, separate_full=separate_full) for kind in classes
+        ]
         columns = -(-seq_len // column_size)
         # One width for both kinds: kernels step through the lists of full blocks by the strides of the others, up to torch 2.12
         # those of attention, and the one of decoding still.
-        width = max(indices.shape[1] for lists in found for indices in (lists.partial_indices, lists.full_indices))
-        return BlockLists(*(_by_head(parts, of_head, width, columns, device) for parts in zip(*found)))
+        width = max(indices.shape[1] for lists in lists_of_class for indices in (lists.partial_indices, lists.full_indices))
+        return BlockLists(*(_by_head(parts, class_of_head, width, columns, device) for parts in zip(*lists_of_class)))
 
     kv = side(sizes[0], sizes[1], "before" if is_causal else "any")
     symmetric = not is_causal and sizes[0] == sizes[1]
@@ -173,20 +174,20 @@ def _find_lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
 _find_large_lists = lru_cache(maxsize=2)(_find_lists.__wrapped__)
 
 
-def _by_head(parts: tuple[Tensor, ...], of_head: list[int], width: int, columns: int, device: torch.device) -> Tensor:
+def _by_head(parts: tuple[Tensor, ...], class_of_head: list[int], width: int, columns: int, device: torch.device) -> Tensor:
     """The lists of the distinct heads as one tensor `(1, heads, ...)`; equal heads share memory."""
     if parts[0].dim() == 1:
         stacked = torch.stack(parts)
     else:
         stacked = torch.stack([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
-    alike = len(parts) == 1
-    lists = (stacked if alike else stacked[torch.tensor(of_head, device="cpu")]).to(device)
+    is_shared = len(parts) == 1
+    lists = (stacked if is_shared else stacked[torch.tensor(class_of_head, device="cpu")]).to(device)
     if lists.dim() == 3 and device.type == "cpu":
         # One more where they fill the rows, so that the strides never look contiguous: the compiler would make two graphs of it.
         lists = torch.nn.functional.pad(lists, (0, 1)) if lists.shape[2] == columns else lists
         flat = torch.cat([lists.flatten(), lists.new_zeros(columns)])
         lists = _full_width(flat, lists.shape[0], lists.shape[1], lists.shape[2], columns)
-    return lists[None].expand(1, len(of_head), *lists.shape[1:]) if alike else lists[None]
+    return lists[None].expand(1, len(class_of_head), *lists.shape[1:]) if is_shared else lists[None]
 
 
 def _full_width(flat: Tensor, heads: int, rows: int, width: int, columns: int) -> Tensor:
@@ -198,7 +199,7 @@ def _full_width(flat: Tensor, heads: int, rows: int, width: int, columns: int) -
 
 
 def _traced_size(pattern: DilatedPattern, seq_len: int) -> tuple[int, int]:
-    """Rows of blocks, and the width of lists that is known without looking, for blocks of 128."""
+    """For blocks of 128: the number of block rows, and an upper bound of the list width that depends on sizes only."""
     rows = -(-seq_len // 128)
     return rows, min(rows, most_columns(pattern, 128, 128))
 
@@ -232,8 +233,8 @@ def _traced_lists(
     rows, width = _traced_size(pattern, seq_len)
 
     def flat(indices: Tensor) -> Tensor:
-        found = indices[0, :, :, :width]
-        padded = torch.nn.functional.pad(found, (0, width - found.shape[2]))
+        indices_narrow = indices[0, :, :, :width]
+        padded = torch.nn.functional.pad(indices_narrow, (0, width - indices_narrow.shape[2]))
         return torch.cat([padded.flatten(), padded.new_zeros(rows)])
 
     # Copies: the compiler may reuse the memory of what an operator returns, and these lists are kept.
@@ -259,7 +260,7 @@ def _(encoded_pattern: list[int], *options: Any) -> tuple[Tensor, Tensor, Tensor
 def _shaped(
     lists: tuple[Tensor, Tensor, Tensor, Tensor], seq_len: int, pattern: DilatedPattern, num_heads: int, device: torch.device
 ) -> BlockLists:
-    """What the operator gave, as a BlockMask wants it."""
+    """The outputs of `_traced_lists` as `(1, heads, ...)` lists of a BlockMask."""
     rows, width = _traced_size(pattern, seq_len)
     columns = rows if device.type == "cpu" else width
 

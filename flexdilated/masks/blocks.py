@@ -40,7 +40,7 @@ def head_branches(pattern: DilatedPattern, head: int, num_heads: int, seq_len: i
 
 
 def most_columns(pattern: DilatedPattern, row_size: int, column_size: int) -> int:
-    """A bound on the blocks that a row joins in any sequence, known before there is one."""
+    """An upper bound on the blocks that a row joins, for sequences of any length."""
     lengths = [length for length, _ in pattern.segments("block masks")]
     spans = (length if length % row_size == 0 else 2 * length + row_size for length in lengths)
     return sum(span // column_size + 2 for span in spans)
@@ -58,14 +58,14 @@ def block_lists(
     # Whatever torch's default device is; the mode makes every operation slower, so only where it is needed.
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         runs = [_runs(branch, seq_len, row_size, column_size, direction) for branch in branches]
-        none, empty = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
+        no_counts, no_indices = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
         if not runs:
-            return BlockLists(none, empty, none, empty)
+            return BlockLists(no_counts, no_indices, no_counts, no_indices)
         row, first, last = (torch.cat(parts) for parts in zip(*runs))
         row, first, last = _union(row, first, last, seq_len)
         row, column = _expand(row, first, last)
         if not separate_full:
-            return BlockLists(*_pack(row, column, rows), none, empty)
+            return BlockLists(*_pack(row, column, rows), no_counts, no_indices)
 
         full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, direction)
         full = (column >= full_first[row]) & (column <= full_last[row])
@@ -85,9 +85,9 @@ def _runs(branch: Kept, seq_len: int, row_size: int, column_size: int, direction
     starts = torch.arange(0, seq_len, row_size)
     ends = (starts + row_size).clamp(max=seq_len)
     first_segment = starts // length
-    touched = (ends - 1) // length - first_segment + 1
-    row = torch.repeat_interleave(touched)
-    segment = first_segment[row] + _within(touched)
+    num_segments = (ends - 1) // length - first_segment + 1
+    row = torch.repeat_interleave(num_segments)
+    segment = first_segment[row] + _within(num_segments)
 
     lattice = segment * length + offset  # the first kept position of the segment, if the segment reaches it
     segment_end = ((segment + 1) * length).clamp(max=seq_len)
@@ -98,30 +98,30 @@ def _runs(branch: Kept, seq_len: int, row_size: int, column_size: int, direction
     column_last = (
         last_kept if direction == "before" else lattice + (segment_end - 1 - lattice).div(rate, rounding_mode="floor") * rate
     )
-    holds = first_kept < row_end
-    row, column_first, column_last = row[holds], column_first[holds], column_last[holds]
+    nonempty = first_kept < row_end
+    row, column_first, column_last = row[nonempty], column_first[nonempty], column_last[nonempty]
     if rate <= column_size:  # no block between the first and the last is without a kept position
         return row, column_first // column_size, column_last // column_size
-    kept = (column_last - column_first) // rate + 1
-    entry = torch.repeat_interleave(kept)
-    column = (column_first[entry] + _within(kept) * rate) // column_size
+    num_kept = (column_last - column_first) // rate + 1
+    entry = torch.repeat_interleave(num_kept)
+    column = (column_first[entry] + _within(num_kept) * rate) // column_size
     return row[entry], column, column
 
 
 def _union(row: Tensor, first: Tensor, last: Tensor, pitch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The blocks as disjoint runs in ascending order; all rows are on one line, `pitch` numbers for each row."""
+    """Merge runs of blocks to disjoint runs in ascending order. Sorts numbers `row * pitch + column`."""
     start, order = torch.sort(row * pitch + first)
     end = torch.cummax((row * pitch + last)[order], dim=0).values
-    begins = torch.ones_like(start, dtype=torch.bool)
-    begins[1:] = start[1:] > end[:-1]
-    closes = torch.ones_like(begins)
-    closes[:-1] = begins[1:]
-    start, end = start[begins], end[closes]
+    is_first = torch.ones_like(start, dtype=torch.bool)
+    is_first[1:] = start[1:] > end[:-1]
+    is_last = torch.ones_like(is_first)
+    is_last[:-1] = is_first[1:]
+    start, end = start[is_first], end[is_last]
     return start // pitch, start % pitch, end % pitch
 
 
 def _expand(row: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Runs as single blocks."""
+    """`(row, column)` of the single blocks of runs."""
     sizes = last - first + 1
     run = torch.repeat_interleave(sizes)
     return row[run], first[run] + _within(sizes)
@@ -132,7 +132,7 @@ def _full_columns(
 ) -> tuple[Tensor, Tensor]:
     """First and last column block (none where last < first) that branches of rate 1 join in full with each row block.
 
-    A pair is joined by such a branch when no border of its segments lies between the two. Of all pairs with the column below the
+    A pair is joined by such a branch when no border of its segments is between the two. Of all pairs with the column below the
     row the widest decides, and likewise above.
     """
     first_token = torch.arange(0, seq_len, row_size)
@@ -174,17 +174,17 @@ def _completed(
     nested = all(lengths[-1] % w == 0 for w in lengths)
     if not prime or (nested and sum(ceil(run / r) for r in prime) < run):
         return
-    inside = ((row + 1) * row_size <= seq_len) & ((column + 1) * column_size <= seq_len) & ~full
-    candidates = inside.nonzero()[:, 0]
-    # The corners first, those that lie farthest apart before the others: few blocks have them all.
+    is_inside = ((row + 1) * row_size <= seq_len) & ((column + 1) * column_size <= seq_len) & ~full
+    candidates = is_inside.nonzero()[:, 0]
+    # Check corners first, the most distant ones before the others: few blocks have them all.
     for i, j in ((-1, 0), (0, -1), (0, 0), (-1, -1)):
         x = row[candidates] * row_size + i % row_size
         y = column[candidates] * column_size + j % column_size
         candidates = candidates[_joined(branches, x, y, direction)]
     x, y = torch.arange(row_size)[:, None], torch.arange(column_size)
-    for some in candidates.split(max(1, PAIRS // (row_size * column_size))):
-        rows, columns = row[some, None, None] * row_size + x, column[some, None, None] * column_size + y
-        yield from some[_joined(branches, rows, columns, direction).flatten(1).all(dim=1)].tolist()
+    for chunk in candidates.split(max(1, PAIRS // (row_size * column_size))):
+        rows, columns = row[chunk, None, None] * row_size + x, column[chunk, None, None] * column_size + y
+        yield from chunk[_joined(branches, rows, columns, direction).flatten(1).all(dim=1)].tolist()
 
 
 def _joined(branches: tuple[Kept, ...], x: Tensor, y: Tensor, direction: Direction) -> Tensor:
@@ -207,8 +207,8 @@ def _pack(row: Tensor, column: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def _within(counts: Tensor) -> Tensor:
     """`0 .. n - 1` for every n of counts, one after another."""
-    before = torch.repeat_interleave(counts.cumsum(dim=0) - counts, counts)
-    return torch.arange(len(before)) - before
+    starts = torch.repeat_interleave(counts.cumsum(dim=0) - counts, counts)
+    return torch.arange(len(starts)) - starts
 
 
 def _ceil_div(a: Tensor, b: int) -> Tensor:

@@ -43,7 +43,6 @@ def dilated_mask_mod(
         NotImplementedError: If torchscale's zero keys take part at this length: they are no pair of tokens.
     """
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    refuse_zero_padding(pattern, num_kv_heads, seq_len, is_causal)
     return uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
 
 
@@ -66,7 +65,6 @@ def dilated_score_mod(
             score function.
     """
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    refuse_zero_padding(pattern, num_kv_heads, seq_len, is_causal)
     if pattern.detach_weights and pattern.heads == "all" and len(pattern.branches) > 1:
         raise NotImplementedError(
             "pattern must have detach_weights=False, got True: constant mixing weights are the gradient of no score_mod; use "
@@ -126,7 +124,7 @@ def _holding(x: Tensor, length: int) -> Tensor:
 
 
 def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
-    """One for each branch, in terms of key/value heads."""
+    """The clause of each branch, in terms of key/value heads."""
 
     def offset_rule(branch: int, rate: int) -> Callable[[Tensor], Tensor | int]:
         if pattern.heads == "grouped":
@@ -136,11 +134,11 @@ def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
             return lambda h: h // sharing
         return lambda h: h % rate
 
-    found = []
+    clauses = []
     for i, (length, rate) in enumerate(pattern.segments("masks")):
         heads = pattern.head_range(i, num_heads)
-        found.append(_Clause(length, rate, heads, len(heads) == num_heads, offset_rule(i, rate)))
-    return tuple(found)
+        clauses.append(_Clause(length, rate, heads, len(heads) == num_heads, offset_rule(i, rate)))
+    return tuple(clauses)
 
 
 def _label(pattern: DilatedPattern, is_causal: bool) -> str:
@@ -150,7 +148,7 @@ def _label(pattern: DilatedPattern, is_causal: bool) -> str:
 
 
 def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bool, num_kv_heads: int | None) -> int:
-    """The number of key/value heads, after all arguments have been looked at."""
+    """Check all arguments of a mask and return the number of key/value heads."""
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     if not isinstance(is_causal, bool):
@@ -164,16 +162,13 @@ def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bo
     if num_heads % kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
     check_losses(pattern, seq_len, kv_heads, is_causal)
-    return kv_heads
-
-
-def refuse_zero_padding(pattern: DilatedPattern, num_kv_heads: int, seq_len: int, is_causal: bool) -> None:
-    if not pattern.zero_padding:
-        return
-    shifts = shifted_branches(pattern, seq_len)
-    if shifts or any(piece.zero_keys for piece in plan_pieces(pattern, ((0, seq_len),), num_kv_heads, is_causal)):
+    if pattern.zero_padding and (
+        shifted_branches(pattern, seq_len)
+        or any(piece.zero_keys for piece in plan_pieces(pattern, ((0, seq_len),), kv_heads, is_causal))
+    ):
         raise NotImplementedError(
             f"pattern must add no zero keys at seq_len={seq_len}, got zero_padding=True with segments {pattern.segment_lengths} at "
             f"rates {pattern.dilation_rates}: a mask cannot hold keys that are no tokens; use flexdilated.dilated_attention, or "
             "dataclasses.replace(pattern, zero_padding=False)"
         )
+    return kv_heads

@@ -73,8 +73,8 @@ def mix(layers: Sequence[Sequence[PartialOutput]], q: Tensor, group: int, *, det
     """
     maps = []
     for layer in layers:
-        like = layer[0][2] if layer else q.new_empty(0, dtype=accumulated(q.dtype))
-        lses = like.new_full((*q.shape[:3], 1), -math.inf)
+        template = layer[0][2] if layer else q.new_empty(0, dtype=accumulated(q.dtype))
+        lses = template.new_full((*q.shape[:3], 1), -math.inf)
         for place, _, lse_i in layer:
             lses = _add(lses, place, group, lse_i[..., None], replace=True)
         maps.append(lses)
@@ -87,10 +87,10 @@ def mix(layers: Sequence[Sequence[PartialOutput]], q: Tensor, group: int, *, det
 
 
 def _add(x: Tensor, piece: Piece | Scattered, group: int, values: Tensor, *, replace: bool = False) -> Tensor:
-    """`x` `(B, N, H, D)` with the values added, or put, at the rows of a piece; x itself may be written."""
+    """`x` `(B, N, H, D)` with `values` added to, or stored in, the rows of a piece. May write into x."""
     if isinstance(piece, Scattered):
-        grouped, at = x.unflatten(2, (-1, group)), (slice(None), piece.tokens, piece.heads)
-        grouped[at] = values if replace else grouped[at] + values
+        grouped, place = x.unflatten(2, (-1, group)), (slice(None), piece.tokens, piece.heads)
+        grouped[place] = values if replace else grouped[place] + values
         return x
     if torch.compiler.is_compiling() or is_transformed(x, values):
         index = _index(piece, group, x.device)
@@ -102,7 +102,7 @@ def _add(x: Tensor, piece: Piece | Scattered, group: int, values: Tensor, *, rep
 
 
 def _shares_memory(x: Tensor) -> bool:
-    """Whether elements of a tensor may be one place in memory."""
+    """Whether two elements of a tensor may have the same memory address."""
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
         if stride <= reach:

@@ -28,7 +28,7 @@ from flexdilated.core.call import Call, MaskMod, ScoreMod, documents, refuse_com
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw
 from flexdilated.core.hardware import without_autocast
-from flexdilated.core.lse import accumulated, mix_branches, normalised
+from flexdilated.core.lse import accumulated, mix_branches, normalised, with_zero_keys
 from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_symbolic, refuse_traced_derivatives
 
@@ -39,8 +39,8 @@ def attend_by_operations(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[T
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, differentiable, also in what the functions hold.
 
     Raises:
-        NotImplementedError: If torchscale's zero keys take part: they have no position to tell the functions. In compiled code also
-            for documents, and before torch 2.11 for a dynamic number of tokens.
+        NotImplementedError: If torchscale's zero keys take part: functions take positions, and zero keys have none. In compiled
+            code also for documents, and before torch 2.11 for a dynamic number of tokens.
     """
     refuse_traced_derivatives(of_operators=False)
     refuse_draws_again(call.dropout_p)
@@ -65,7 +65,7 @@ def attend_by_operations(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[T
 
 
 def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Every piece of every document, and their mixture."""
+    """Attend to every piece of every document, and mix the branches."""
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
     spans, order = arrange(documents(call.cu_seqlens, q.shape[1]), q.device)
     runs = runs_of(spans)
@@ -114,10 +114,7 @@ def attend_piece(
     pairs = position[None, :, :, None, None, :, None], position[None, :, :, None, None, None, :]
     rows = read(q, piece, group=group), read(k, piece), read(v, piece)
     out, lse = attend_lanes(*rows, ignored, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call)
-    if not piece.zero_keys:
-        return out, lse
-    shares, lse = normalised(torch.stack([lse, torch.full_like(lse, math.log(piece.zero_keys))]), dim=0)
-    return out * shares[0, ..., None], lse[0]
+    return with_zero_keys(out, lse, piece.zero_keys)
 
 
 def attend_lanes(
@@ -131,21 +128,22 @@ def attend_lanes(
     kv_idx: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_rows`, in portions of dim 1 and of rows with about `SCORES` scores."""
+    """`attend_rows` in chunks of lanes (dim 1) and queries, each with about `SCORES` scores."""
     lanes, rows = q.shape[1], q.shape[-2]
     per_row = max(1, known_batch(q.shape[0]) * math.prod(q.shape[2:-2]) * k.shape[-2])
-    several = max(1, SCORES // max(1, per_row * rows))
-    most = max(1, SCORES // (per_row * min(several, lanes)))
-    count = -(-lanes // several)
+    lanes_per_part = max(1, SCORES // max(1, per_row * rows))
+    max_rows = max(1, SCORES // (per_row * min(lanes_per_part, lanes)))
+    count = -(-lanes // lanes_per_part)
     # Split, not sliced: the gradients of the parts are then put together once.
     split = [
-        [x] * count if x is None or x.shape[1] == 1 else x.split(several, dim=1) for x in (q, k, v, ignored, b, h, q_idx, kv_idx)
+        [x] * count if x is None or x.shape[1] == 1 else x.split(lanes_per_part, dim=1)
+        for x in (q, k, v, ignored, b, h, q_idx, kv_idx)
     ]
     outs, lses = [], []
     for q_l, k_l, v_l, ignored_l, b_l, h_l, q_idx_l, kv_idx_l in zip(*split):
         chunks = [
             attend_rows(q_c, k_l, v_l, ignored=ignored_l, b=b_l, h=h_l, q_idx=q_idx_c, kv_idx=kv_idx_l, call=call)
-            for q_c, q_idx_c in zip(q_l.split(most, dim=-2), q_idx_l.split(most, dim=-2))
+            for q_c, q_idx_c in zip(q_l.split(max_rows, dim=-2), q_idx_l.split(max_rows, dim=-2))
         ]
         outs.append(torch.cat([out for out, _ in chunks], dim=-2))
         lses.append(torch.cat([lse for _, lse in chunks], dim=-1))
@@ -153,7 +151,7 @@ def attend_lanes(
 
 
 def known_batch(batch: int) -> int:
-    """The batch size by which scores are counted; 1 for a dynamic one of an exported program, which must hold for all of them."""
+    """The batch size for counting scores; 1 if it is symbolic in an exported program, which must serve every batch size."""
     return 1 if torch.compiler.is_exporting() and is_symbolic(batch) else batch
 
 
@@ -170,7 +168,7 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments, `(B, ..., 1, R, D)`.
 
-    `ignored`, `b`, `h`, `q_idx` and `kv_idx`, what is ignored and where the pairs stand, broadcast to `(B, ..., group, rows, R)`.
+    `ignored`, of a key padding mask, and the positions `b`, `h`, `q_idx` and `kv_idx` broadcast to `(B, ..., group, rows, R)`.
     The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
     """
     tensors = (q, k, v, ignored, b, h, q_idx, kv_idx)
@@ -194,14 +192,14 @@ def _attend(
     kv_idx: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_rows`, which see."""
+    """`attend_rows` without recomputation."""
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
     group, rows = q.shape[-3:-1]
     scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
     scores, visible = _modify(scores, b, h, q_idx=q_idx, kv_idx=kv_idx, score_mod=call.score_mod, mask_mod=call.mask_mod)
-    for seen in (visible, kv_idx <= q_idx if call.is_causal else None, None if ignored is None else ~ignored):
-        if seen is not None:
-            scores = torch.where(seen, scores, -math.inf)
+    for condition in (visible, kv_idx <= q_idx if call.is_causal else None, None if ignored is None else ~ignored):
+        if condition is not None:
+            scores = torch.where(condition, scores, -math.inf)
     weights, lse = normalised(scores, dim=-1)
     if call.dropout_p > 0.0:
         with may_draw():
@@ -213,7 +211,7 @@ def _attend(
 def _modify(
     scores: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, score_mod: ScoreMod | None, mask_mod: MaskMod | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The scores after `score_mod`, and what `mask_mod` lets be seen (None: everything).
+    """`(scores, visible)`: the scores after `score_mod`, and the boolean result of `mask_mod` (None without one).
 
     The functions see tensors that broadcast to the scores instead of one pair: being pointwise, with tables indexed by positions,
     they cannot tell.
@@ -224,7 +222,7 @@ def _modify(
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """The same mixture, by grids whose sizes alone depend on the number of tokens."""
+    """`_pieces` for a symbolic number of tokens: branches are read as padded grids."""
     if not TRACES_UNKNOWN_SIZES:
         raise NotImplementedError(
             "q must have a static number of tokens for score_mod and mask_mod in code compiled by torch before 2.11, got a dynamic "
@@ -269,16 +267,16 @@ def _attend_grid(
     first, branch_of_lane = lane // len(run) * length, Kept(length, rate, offset)
 
     # Padding holds zeros: what other tokens hold must not matter.
-    k_token, beyond = locate(grid.keys, first, branch_of_lane, num_tokens)
-    k, v = (x[:, k_token, kv_head].masked_fill(beyond[..., None], 0.0)[:, :, None] for x in (k, v))
-    ignored = beyond[None] if key_padding_mask is None else beyond | key_padding_mask[:, k_token]
+    k_token, is_padding = locate(grid.keys, first, branch_of_lane, num_tokens)
+    k, v = (x[:, k_token, kv_head].masked_fill(is_padding[..., None], 0.0)[:, :, None] for x in (k, v))
+    ignored = is_padding[None] if key_padding_mask is None else is_padding | key_padding_mask[:, k_token]
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
     outs, lses = [], []
     for query in grid.queries.unbind():
-        q_token, beyond = locate(query // group, first, branch_of_lane, num_tokens)
+        q_token, is_padding = locate(query // group, first, branch_of_lane, num_tokens)
         h = kv_head * group + query % group
         arguments = (
-            q[:, q_token, h].masked_fill(beyond[..., None], 0.0)[:, :, None],
+            q[:, q_token, h].masked_fill(is_padding[..., None], 0.0)[:, :, None],
             k,
             v,
             ignored[:, :, None, None, :],
@@ -294,11 +292,12 @@ def _attend_grid(
     out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)  # (B, L, M, D)
 
     head = torch.arange(heads, device=device)
-    own = (head // group - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
-    branch_of_head = Kept(length, rate, offsets[own])
-    kept = branch_of_head.keeps(tokens[:, None]) & (head // group == run.start + own)  # (N, H)
-    index = (tokens // length)[:, None] * len(run) + own, branch_of_head.row(tokens[:, None]) * group + head % group
-    return out[:, index[0], index[1]].masked_fill(~kept[..., None], 0.0), lse[:, index[0], index[1]].masked_fill(~kept, -math.inf)
+    run_head = (head // group - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
+    branch_of_head = Kept(length, rate, offsets[run_head])
+    is_kept = branch_of_head.keeps(tokens[:, None]) & (head // group == run.start + run_head)  # (N, H)
+    lanes = (tokens // length)[:, None] * len(run) + run_head
+    index = slice(None), lanes, branch_of_head.row(tokens[:, None]) * group + head % group
+    return out[index].masked_fill(~is_kept[..., None], 0.0), lse[index].masked_fill(~is_kept, -math.inf)
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -333,6 +332,6 @@ class _Product(torch.autograd.Function):
 
 
 class _MappedProduct(_Product):
-    """For torch.func; the compiler takes no Function that says how it is mapped."""
+    """`_Product` for torch.func.vmap. A class of its own: the compiler rejects a Function with a vmap rule."""
 
     generate_vmap_rule = True

@@ -26,7 +26,7 @@ LONGEST = 1 << 40  # tokens
 
 
 class Grid(NamedTuple):
-    """What there is of a branch, numbered from 0. A lane is one key/value head in one segment."""
+    """Indices of the rows of a branch. A lane is one key/value head in one segment."""
 
     lanes: Tensor  # (L,): `segment * heads of the branch + head`
     queries: Tensor  # (parts, M): `row * group + query head of the group` of every query, a part of them at a time
@@ -53,7 +53,7 @@ def draw_grids(
     parts: Sequence[int],
     device: torch.device,
 ) -> tuple[Tensor, list[Grid]]:
-    """The tokens `(N,)`, and one grid per branch with its queries in so many parts.
+    """The tokens `(N,)`, and one grid per branch; the queries of branch `i` are split in `parts[i]` parts.
 
     All of them are data to the compiler. It must not see that they are ranges: inductor's loops over a quotient or remainder of a
     symbolic range leave out the last, incomplete round (torch 2.13, CPU).
@@ -111,12 +111,12 @@ def num_parts(pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: in
         batch = bound
     tokens, parts = LEAST, [1] * len(pattern.branches)
     while tokens < LONGEST:
-        longer = [
+        doubled = [
             _parts(pattern, i, 2 * tokens, batch=batch, kv_heads=kv_heads, group=group, scores=scores) for i in range(len(parts))
         ]
-        if _level(max(longer)) > _level(max(parts)) and num_tokens <= tokens:
+        if _level(max(doubled)) > _level(max(parts)) and num_tokens <= tokens:
             break
-        tokens, parts = 2 * tokens, longer
+        tokens, parts = 2 * tokens, doubled
     return parts
 
 
@@ -127,7 +127,7 @@ def _parts(pattern: DilatedPattern, branch: int, num_tokens: int, batch: int, kv
 
 
 def _level(parts: int) -> int:
-    """The least power of 4 that so many parts are at most, as an exponent."""
+    """The smallest `n` with `parts <= 4 ** n`."""
     return (parts - 1).bit_length() + 1 >> 1
 
 

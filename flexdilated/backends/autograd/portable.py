@@ -30,7 +30,7 @@ def attend_portable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor
 
 
 def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """What the operator `flexdilated::mixture` gives for the same arguments."""
+    """The operator `flexdilated::mixture` in portable operations: same arguments, same results."""
     inputs, op_options = Inputs(*arguments[:6]), OpOptions(*arguments[6:])
     q, k, v, key_padding_mask = inputs[:4]
     _check(op_options.pattern, q.shape[1], inputs.cu_seqlens, op_options.dropout_p)
@@ -67,7 +67,7 @@ def _check(pattern: DilatedPattern, num_tokens: int, cu_seqlens: Tensor | None, 
 def _attend_branch(
     q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, op_options: OpOptions, branch: int, within: range
 ) -> tuple[Tensor, Tensor]:
-    """One branch's out `(B, N, H, D)` and lse `(B, N, H)`, -inf where it has nothing to say.
+    """One branch's out `(B, N, H, D)` and lse `(B, N, H)`: 0 and -inf at tokens that a head does not keep.
 
     Whatever has a symbol for a size is made by indexing alone: whether it may be reshaped would depend on whether the symbol is 1.
     """
@@ -90,16 +90,16 @@ def _attend_branch(
     lane, batch = softmax % lanes, softmax // (num_segments * lanes)
     start = (softmax // lanes - batch * num_segments) * length  # not by %: the ONNX exporter has none for symbols
     row = torch.arange(num_rows, device=device)
-    token, beyond = locate(row, start, Kept(length, rate, offset[lane]), num_tokens)  # (Z, R)
+    token, is_padding = locate(row, start, Kept(length, rate, offset[lane]), num_tokens)  # (Z, R)
 
     def rows(x: Tensor, head: Tensor) -> Tensor:
-        return x[batch, token, head].to(accumulated(x.dtype)).masked_fill(beyond[..., None], 0.0)  # (Z, R, D)
+        return x[batch, token, head].to(accumulated(x.dtype)).masked_fill(is_padding[..., None], 0.0)  # (Z, R, D)
 
-    visible = ~beyond if key_padding_mask is None else ~(beyond | key_padding_mask[batch, token])
+    visible = ~is_padding if key_padding_mask is None else ~(is_padding | key_padding_mask[batch, token])
     if pattern.zero_padding and not op_options.is_causal:
-        # Rows behind the last token are keys, of zeros: those of a whole segment, or up to a multiple of the rate in a shorter one.
-        whole = torch.full((), num_tokens, device=device) > length
-        visible = visible | beyond & (whole | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
+        # Rows after the last token are zero keys: those of a whole segment, or up to a multiple of the rate in a shorter one.
+        is_longer = torch.full((), num_tokens, device=device) > length
+        visible = visible | is_padding & (is_longer | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
     visible = visible[:, None]
     if op_options.is_causal:
         visible = visible & (row <= row[:, None])
@@ -112,12 +112,12 @@ def _attend_branch(
     n, lane = torch.arange(num_tokens, device=device)[:, None], torch.arange(lanes, device=device)
     segment = n // length
     softmax = (torch.arange(batch_size, device=device)[:, None, None] * num_segments + segment) * lanes + lane  # (B, N, h)
-    position = n - segment * length - offset  # (N, h), behind the first that is kept
-    kept, row = (position >= 0) & (position % rate == 0), position.clamp(min=0) // rate
-    out = out[softmax, row].masked_fill(~kept[..., None], 0.0)
-    lse = lse[softmax, row].masked_fill(~kept, -math.inf)
-    beside = (first, q.shape[2] - first - lanes)  # the heads that run other branches
-    return torch.nn.functional.pad(out, (0, 0, *beside)), torch.nn.functional.pad(lse, beside, value=-math.inf)
+    position = n - segment * length - offset  # (N, h), relative to the first kept position
+    is_kept, row = (position >= 0) & (position % rate == 0), position.clamp(min=0) // rate
+    out = out[softmax, row].masked_fill(~is_kept[..., None], 0.0)
+    lse = lse[softmax, row].masked_fill(~is_kept, -math.inf)
+    head_padding = (first, q.shape[2] - first - lanes)  # the heads that run other branches
+    return torch.nn.functional.pad(out, (0, 0, *head_padding)), torch.nn.functional.pad(lse, head_padding, value=-math.inf)
 
 
 def _heads(op_options: OpOptions, branch: int, within: range) -> range:
@@ -127,7 +127,7 @@ def _heads(op_options: OpOptions, branch: int, within: range) -> range:
 
 
 def _always(condition: bool) -> bool:
-    """Whether a comparison is true for all values of its symbols; makes no guard."""
+    """Whether a comparison is known to be true for all values of its symbols. Adds no guard to the graph."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # not loaded with the package

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ Attend = Callable[..., tuple[Tensor, Tensor]]  # of tensors and, at last, a call
 
 
 class _Slot(int):
-    """The number of a tensor in a record."""
+    """The index of a tensor in a record."""
 
 
 def _storage(x: Tensor) -> int:
@@ -35,10 +36,10 @@ def _storage(x: Tensor) -> int:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator modifies."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (x for x in tree_leaves(given.get(argument.name)) if isinstance(x, Tensor))
+            yield from (x for x in tree_leaves(values.get(argument.name)) if isinstance(x, Tensor))
 
 
 def _refuse_script(name: str, node: Any, start: int) -> None:
@@ -49,12 +50,12 @@ def _refuse_script(name: str, node: Any, start: int) -> None:
         node: Where the gradient of its result begins.
         start: The number of autograd's first node that belongs to the function.
     """
-    nodes, seen = [node], set()
+    nodes, visited = [node], set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or node._sequence_nr() < start:
+        if node is None or node in visited or node._sequence_nr() < start:
             continue
-        seen.add(node)
+        visited.add(node)
         if "DifferentiableGraph" in node.name():
             raise NotImplementedError(
                 f"{name} must not call TorchScript where it learns, got a function of torch.jit; call its Python"
@@ -77,7 +78,7 @@ class _Record(TorchDispatchMode):
         self._read_only: set[int] = set()  # storages of tensors that a replay reads again
 
     def __call__(self, *arguments: Tensor) -> Tensor:
-        """The function's result, recorded."""
+        """Call the function, record its operations and return its result."""
         for x in arguments:
             self._new_slot(x)
         self._read_only |= {_storage(x) for x in arguments[-4:]}  # positions; scores are computed again
@@ -119,8 +120,8 @@ class _Record(TorchDispatchMode):
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and x not in self._slots:
                 self._new_slot(x)
-        again = torch.ops.aten.lift_fresh_copy.default if func is torch.ops.aten.lift_fresh.default else func
-        self._steps.append((again, *inputs, tree_map(self._slot, result)))
+        replayed = torch.ops.aten.lift_fresh_copy.default if func is torch.ops.aten.lift_fresh.default else func
+        self._steps.append((replayed, *inputs, tree_map(self._slot, result)))
         return result
 
     def replay(self, held: Sequence[Tensor], *arguments: Tensor) -> Tensor:
@@ -175,29 +176,29 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
     with torch.no_grad():
         results = attend(*tensors, call._replace(**records))
 
-    def again(tensors: Sequence[Tensor | None], held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def recompute(tensors: Sequence[Tensor | None], held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         functions: dict[str, Any] = {}
-        at = 0
+        start = 0
         for name, record in records.items():
-            functions[name] = _bound(record, held[at : at + len(record.held)])
-            at += len(record.held)
+            functions[name] = partial(record.replay, held[start : start + len(record.held)])
+            start += len(record.held)
         with without_autocast(device, traced_before=True), _drawing_from(state, device):
             return attend(*tensors, call._replace(**functions))
 
     held = [x for record in records.values() for x in record.held.values()]
-    out, lse = _Recomputed.apply(again, results, len(tensors), *tensors, *held)
+    out, lse = _Recomputed.apply(recompute, results, len(tensors), *tensors, *held)
     return out, lse
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Of the generator of a device."""
+    """The state of a device's default random generator."""
     state: Tensor = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     return state
 
 
 @contextmanager
 def _drawing_from(state: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Random numbers of a state inside, for the dropout that the forward drew; torch's own where there is none."""
+    """Inside, draw random numbers from a saved generator state, so that dropout repeats that of the forward; None: no change."""
     if state is None:
         yield
     elif device.type == "cpu":
@@ -210,16 +211,14 @@ def _drawing_from(state: Tensor | None, device: torch.device) -> Iterator[None]:
             yield
 
 
-def _bound(record: _Record, held: Sequence[Tensor]) -> Callable[..., Tensor]:
-    return lambda *arguments: record.replay(held, *arguments)
-
-
 class _Recomputed(torch.autograd.Function):
-    """Results as they are; the backward computes them again."""
+    """Return `results` unchanged; the backward computes them again by `recompute`, under autograd."""
 
     @staticmethod
-    def forward(ctx: Any, again: Any, results: tuple[Tensor, Tensor], count: int, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.again, ctx.count = again, count
+    def forward(
+        ctx: Any, recompute: Any, results: tuple[Tensor, Tensor], count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.recompute, ctx.count = recompute, count
         ctx.save_for_backward(*tensors)
         return results
 
@@ -231,15 +230,15 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             # Tensors of their own: the gradient of one then leaves out others that it was computed from.
             tensors = [_alone(x, create_graph=create_graph) if need else x for x, need in zip(tensors, needs)]
-            results = ctx.again(tensors[: ctx.count], tensors[ctx.count :])
+            results = ctx.recompute(tensors[: ctx.count], tensors[ctx.count :])
         inputs = [x for x, need in zip(tensors, needs) if need]
         pairs = [(x, dx) for x, dx in zip(results, (dout, dlse)) if x.requires_grad]
-        outputs, given = zip(*pairs) if pairs else ((), ())
-        found = iter(torch.autograd.grad(outputs, inputs, given, create_graph=create_graph, allow_unused=True))
-        grads = [next(found) if need else None for need in needs]
+        outputs, output_grads = zip(*pairs) if pairs else ((), ())
+        input_grads = iter(torch.autograd.grad(outputs, inputs, output_grads, create_graph=create_graph, allow_unused=True))
+        grads = [next(input_grads) if need else None for need in needs]
         # A score function may ignore the scores: the gradient of q and k is then 0.
-        own = [torch.zeros_like(x) if need and dx is None else dx for x, need, dx in zip(tensors[: ctx.count], needs, grads)]
-        return None, None, None, *own, *grads[ctx.count :]
+        filled = [torch.zeros_like(x) if need and dx is None else dx for x, need, dx in zip(tensors[: ctx.count], needs, grads)]
+        return None, None, None, *filled, *grads[ctx.count :]
 
 
 def _alone(x: Tensor, *, create_graph: bool) -> Tensor:

@@ -49,8 +49,8 @@ def _piece_loop(inputs: Inputs, op_options: OpOptions) -> tuple[PieceLoop, Input
     if len(spans) > 1 and op_options.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
         spans, order = arrange(spans, inputs.q.device)
     if order.tokens is not None:
-        q, k, v, mask, *rest = inputs
-        inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *rest)
+        q, k, v, mask, *others = inputs
+        inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *others)
     kv_heads = inputs.k.shape[2]
     within = None if kv_heads == op_options.num_heads else range(op_options.first_head, op_options.first_head + kv_heads)
     pieces = plan_pieces(op_options.pattern, spans, op_options.num_heads, op_options.is_causal, within)

@@ -55,8 +55,8 @@ def _dropouts(q: Tensor, k: Tensor, starts: range, dropout: Dropout | None) -> l
         generator = torch.Generator(device=q.device).manual_seed(seed)
         # In float32 whatever the default dtype: it may be another in the backward, and a coarse one drops too many.
         with may_draw():
-            kept = torch.rand(weights.shape, generator=generator, device=q.device, dtype=torch.float32) >= dropout.p
-        return weights * kept / (1.0 - dropout.p)
+            is_kept = torch.rand(weights.shape, generator=generator, device=q.device, dtype=torch.float32) >= dropout.p
+        return weights * is_kept / (1.0 - dropout.p)
 
     return [partial(apply, seed=dropout.seed + start) for start in starts]
 

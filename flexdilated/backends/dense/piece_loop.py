@@ -96,10 +96,10 @@ class PieceLoop:
         )
         if self.in_place is None:
             row_bytes = self.group * q.shape[3] * q.element_size() if self._packs else 0
-            most = CPU_SLAB_BYTES if self._packs else GRID_LIMIT
-            apart = key_padding_mask is not None or self.group > 1
+            limit = CPU_SLAB_BYTES if self._packs else GRID_LIMIT
+            offsets_apart = key_padding_mask is not None or self.group > 1
             self._merging: Any = None if self._packs else merging(self._request)
-            self.plan = slabs_of(pieces, q.shape[0], q.shape[1], self.group, most, packed=row_bytes, offsets_apart=apart)
+            self.plan = slabs_of(pieces, q.shape[0], q.shape[1], self.group, limit, packed=row_bytes, offsets_apart=offsets_apart)
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
@@ -190,10 +190,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
     if loop.in_place is not None:
         loop.in_place.forward(out, lse, q, k, v, pieces=loop.pieces, options=loop.options)
         return out, lse
-    given = Rows(loop.plan, q, loop.group), Rows(loop.plan, k, of_keys=True), Rows(loop.plan, v, of_keys=True)
+    input_rows = Rows(loop.plan, q, loop.group), Rows(loop.plan, k, of_keys=True), Rows(loop.plan, v, of_keys=True)
     out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (out, lse.transpose(1, 2)[..., None]))
     for slab in loop.slabs():
-        inputs = loop.inputs(slab, *given)
+        inputs = loop.inputs(slab, *input_rows)
         if not slab.piece.covers:
             loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs))
             continue
@@ -229,7 +229,7 @@ def backward(
         )
         return grads
     lse, dlse = for_backward(lse, dlse)
-    given, sum_rows = (
+    input_rows, sum_rows = (
         (Rows(loop.plan, x, loop.group), Rows(loop.plan, y, of_keys=True), Rows(loop.plan, z, of_keys=True))
         for x, y, z in ((q, k, v), (dq, dk, dv))
     )
@@ -237,7 +237,7 @@ def backward(
     dout_rows, out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (dout, out, lse.transpose(1, 2)[..., None]))
     dlse_rows = None if dlse is None else Rows(loop.plan, dlse.transpose(1, 2)[..., None], loop.group)
     for slab in loop.slabs():
-        inputs = loop.inputs(slab, *given)
+        inputs = loop.inputs(slab, *input_rows)
         dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab).select(3, 0)
         dlse_i = None if dlse_rows is None else dlse_rows.read(slab).select(3, 0)
         if loop.detaches:

@@ -45,8 +45,8 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -
         `out` in the dtype of q and `lse` `(batch, heads, queries)`; 0 and -inf for a query that sees no key.
     """
     q, options, _ = with_positive_scale(q, Options(is_causal=False, scale=scale))
-    sees = mask.any(-1, keepdim=True)
-    mask = mask | ~sees  # kernels disagree on a row without a key: let it see everything, and drop what it gives
+    is_reached = mask.any(-1, keepdim=True)
+    mask = mask | ~is_reached  # kernels disagree on a row without a key: let it see everything, and drop what it gives
     # A compiler of torch 2.9 takes the lse of doubles for floats.
     is_told = not (q.dtype == torch.float64 and torch.compiler.is_compiling())
     if q.device.type == "cpu" and is_told and disabled("flash_sdp_enabled") is None:
@@ -56,7 +56,7 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -
         wide = accumulated(q.dtype)
         scores = (q.to(wide) @ k.to(wide).transpose(-1, -2) * options.scale).masked_fill(~mask, -math.inf)
         out, lse = (torch.softmax(scores, dim=-1) @ v.to(wide)).to(q.dtype), torch.logsumexp(scores, dim=-1)
-    return out.masked_fill(~sees, 0.0), lse.masked_fill(~sees[..., 0], -math.inf)
+    return out.masked_fill(~is_reached, 0.0), lse.masked_fill(~is_reached[..., 0], -math.inf)
 
 
 def _cpu_flash_why_not(request: DispatchKey) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.core.call import Call, ScoreMod, documents, refuse_compiled_borders
 from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.hardware import without_autocast
+from flexdilated.core.lse import with_zero_keys
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.core.tracing import TRACES_FUNCTIONS, uncached
@@ -29,12 +29,12 @@ from flexdilated.masks.functions import mask_mod_of, score_mod_of
 
 
 def _kind(call: Call) -> tuple[Hashable, ...]:
-    """What the functions made of a call depend on."""
+    """A hashable key: equal for calls whose mask and score functions compile to the same code."""
     return call.is_causal, call.key_padding_mask is not None, _code(call.score_mod), _code(call.mask_mod)
 
 
 def _code(function: Any) -> Hashable:
-    """What a callable shares with its like: written in a forward, functions are new each time, and objects need not be hashable."""
+    """The code object of a callable: a function defined in a model's forward is a new object at each call, with equal code."""
     while isinstance(function, partial):
         function = function.func
     code: Hashable = getattr(function, "__code__", function.__class__)
@@ -43,7 +43,7 @@ def _code(function: Any) -> Hashable:
 
 @contextmanager
 def _in_their_names(call: Call) -> Iterator[None]:
-    """Errors of the compiler about users' functions, with the names of the functions.
+    """Raise the compiler's errors inside as errors about `score_mod` and `mask_mod`.
 
     Raises:
         NotImplementedError: If they cannot be compiled, or would be at call after call.
@@ -61,9 +61,9 @@ def _in_their_names(call: Call) -> Iterator[None]:
             f"each float, got more than {kernel.GRAPHS_LIMIT} of them; hold torch.tensor(number), or use backend='sdpa'"
         ) from error
     except TorchDynamoException as error:
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise NotImplementedError(
-            f"score_mod and mask_mod must be functions that flex_attention compiles for backend='flex', got: {said}; "
+            f"score_mod and mask_mod must be functions that flex_attention compiles for backend='flex', got: {reason}; "
             "use backend='sdpa'"
         ) from error
 
@@ -79,7 +79,7 @@ def run_kernel(
     want_lse: bool = True,
     like: Hashable = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`kernel.call` for a checked call; `like`: what functions made of it depend on beside the call."""
+    """`kernel.call` for a checked call; `like`: what its mask and score functions depend on besides the call."""
     with _in_their_names(call):
         return kernel.call(
             q,
@@ -122,7 +122,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Te
 
 
 def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
-    """Which layout a document of so many tokens takes."""
+    """The layout for a document of `length` tokens."""
     pattern = call.pattern
     zero_keys = any(piece.zero_keys for piece in _pieces(length, k, call))
     if zero_keys and call.is_modified():
@@ -168,12 +168,12 @@ def _fused(
     user_score, user_mask = call.score_mod, call.mask_mod
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = joined(b, h, q_idx, kv_idx)
+        visible = joined(b, h, q_idx, kv_idx)
         if key_padding_mask is not None:
-            seen = seen & ~key_padding_mask[b, kv_idx]
+            visible = visible & ~key_padding_mask[b, kv_idx]
         if user_mask is not None:
-            seen = seen & user_mask(b, h, q_idx + first, kv_idx + first)
-        return seen
+            visible = visible & user_mask(b, h, q_idx + first, kv_idx + first)
+        return visible
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if user_score is not None:
@@ -181,13 +181,13 @@ def _fused(
         return multiplicity(score, b, h, q_idx, kv_idx)
 
     narrows = key_padding_mask is not None or user_mask is not None
-    several = pattern.heads == "all" and len(pattern.branches) > 1
+    has_several = pattern.heads == "all" and len(pattern.branches) > 1
     out, lse = run_kernel(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         call,
-        score_mod=score_mod if several or user_score is not None else None,
+        score_mod=score_mod if has_several or user_score is not None else None,
         block_mask=block_mask_for(
             plain,
             heads,
@@ -215,7 +215,7 @@ def _packed(
 
 
 def _pieces(length: int, k: Tensor, call: Call) -> tuple[Piece, ...]:
-    """What a document of so many tokens is cut in, for the key/value heads held here."""
+    """The pieces of a document of `length` tokens, for the key/value heads held here."""
     kv_heads = k.shape[2]
     return plan_pieces(call.pattern, ((0, length),), call.num_heads or kv_heads, call.is_causal, call.part_of_heads(kv_heads))
 
@@ -244,14 +244,6 @@ def attend_piece(
     return with_zero_keys(out, lse, piece.zero_keys)
 
 
-def with_zero_keys(out: Tensor, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Out `(..., D)` and lse `(...)` after so many keys of score 0 and value 0 more."""
-    if not count:
-        return out, lse
-    total = torch.logaddexp(lse, torch.full_like(lse, math.log(count)))
-    return out * torch.exp(lse - total)[..., None].to(out.dtype), total
-
-
 def _lanes(
     lanes: list[Tensor], key_padding_mask: Tensor | None, piece: Piece, start: int, first: int, batch: int, group: int, call: Call
 ) -> tuple[Tensor, Tensor]:
@@ -272,14 +264,14 @@ def _lanes(
         return token_of[lane] + row // length * segment_stride + row % length * stride
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = q_idx // length == kv_idx // length
+        visible = q_idx // length == kv_idx // length
         if is_causal:
-            seen = seen & (q_idx >= kv_idx)
+            visible = visible & (q_idx >= kv_idx)
         if key_padding_mask is not None:
-            seen = seen & ~key_padding_mask[batch_of[b], position(b, kv_idx)]
+            visible = visible & ~key_padding_mask[batch_of[b], position(b, kv_idx)]
         if user_mask is not None:
-            seen = seen & user_mask(batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
-        return seen
+            visible = visible & user_mask(batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
+        return visible
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         assert user_score is not None

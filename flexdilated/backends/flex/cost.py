@@ -16,7 +16,7 @@ BLOCK = 128
 
 # Estimates for a recent data-centre GPU, from its published rates at about half of their peak: a tile of 128 x 128 pairs takes
 # 4 * 128 * 128 floating-point operations per element of the head at 400 TFLOP/s, memory moves 2 TB/s, a launch with its bookkeeping
-# takes 20 us. They only have to tell a factor of two.
+# takes 20 us. They only need to resolve a factor of two.
 TILE_PS_PER_ELEMENT = 164
 KILOBYTE_PS = 500
 LAUNCH_PS = 20_000_000

@@ -43,7 +43,7 @@ _kinds = count()
 
 @lru_cache(maxsize=128)
 def _compiled(kind: Hashable) -> Any:
-    """flex_attention compiled for one kind of call, which differs from its like in the numbers of sequences and tokens alone.
+    """flex_attention compiled for one kind of call: calls of a kind differ only in the numbers of sequences and tokens.
 
     Every kind has code and a name of its own, by which the compiler counts recompilations and remembers what changes: one graph
     for the first sizes, and one more for each of the two that is seen to change, or to be 1. And it is compiled whole: at its limit
@@ -158,7 +158,7 @@ def call(
 
 
 def options_of(q: Tensor, *, scored: bool) -> dict[str, Any]:
-    """What the kernels of a GPU are asked for, with a function of scores or without."""
+    """`kernel_options` of `flex_attention` on a GPU; `scored`: whether there is a `score_mod`."""
     return SHORT_QUERIES | tiles_of(detect(q.device).capability, q.shape[3], q.dtype, scored=scored)
 
 

@@ -1,1 +1,1 @@
-"""Dilated flash attention of our own, in Triton; holds nothing."""
+"""Dilated flash attention kernels in Triton."""

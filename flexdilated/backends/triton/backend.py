@@ -39,11 +39,11 @@ def _installed() -> tuple[int, ...] | None:
 def _wanted() -> str:
     """The triton that this torch was built with, where its metadata say so: another one may not fit it."""
     try:
-        asked = requires("torch") or ()
+        requirements = requires("torch") or ()
     except PackageNotFoundError:  # a torch that was bundled without its metadata
-        asked = ()
-    found = [requirement.split(";")[0].strip() for requirement in asked if "triton" in requirement.lower()]
-    return f"{found[0]}, which torch {torch.__version__} asks for" if found else f"the one of torch {torch.__version__}"
+        requirements = ()
+    matches = [requirement.split(";")[0].strip() for requirement in requirements if "triton" in requirement.lower()]
+    return f"{matches[0]}, which torch {torch.__version__} asks for" if matches else f"the one of torch {torch.__version__}"
 
 
 # Asked once: metadata cannot be traced by torch.compile.
@@ -68,8 +68,8 @@ def why_not(request: DispatchKey) -> str | None:
     if INSTALLED is None:
         return f"triton is not installed; install {WANTED}, or use backend='sdpa'"
     if INSTALLED < LEAST_VERSION:
-        least, found = (".".join(map(str, numbers)) for numbers in (LEAST_VERSION, INSTALLED))
-        return f"triton must be {least} or newer, got {found}; use backend='sdpa'"
+        least, installed = (".".join(map(str, numbers)) for numbers in (LEAST_VERSION, INSTALLED))
+        return f"triton must be {least} or newer, got {installed}; use backend='sdpa'"
     return None
 
 

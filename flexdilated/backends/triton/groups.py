@@ -18,14 +18,10 @@ LEAST = 8
 
 
 class PieceGroup(NamedTuple):
-    """Pieces of one branch that one launch computes, in any order: their outputs never meet.
+    """Pieces of one branch that one launch computes. Their outputs are disjoint, so their order is free."""
 
-    `one` of them tells what a kernel is compiled for, which is alike for all. The fields of `each` are those of `one` where it is
-    alone, else arrays `(P,)`: with them, too, a launch computes as it would with numbers.
-    """
-
-    one: Piece
-    each: Piece
+    one: Piece  # a piece of the group: a kernel is compiled for fields that are equal in all pieces of a group
+    each: Piece  # `one` if the group has one piece, else a `Piece` whose fields are `(P,)` arrays over the P pieces
 
 
 def groups(pieces: tuple[Piece, ...], device: torch.device) -> tuple[PieceGroup, ...]:
@@ -52,19 +48,19 @@ def graph_stage(device: torch.device) -> Literal["none", "warm-up", "capture"]:
 def _groups(pieces: tuple[Piece, ...], warms: bool) -> tuple[PieceGroup, ...]:
     launches = together(pieces)
     if warms:
-        launches = [part for some in launches for part in (some[-1:], some[:-1]) if part]
-    return tuple(_group(some) for some in launches)
+        launches = [part for launch in launches for part in (launch[-1:], launch[:-1]) if part]
+    return tuple(_group(launch) for launch in launches)
 
 
 def together(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """The pieces of each launch, those of the longest segments first, so that no long piece is left for the end."""
-    alike: dict[tuple[int, bool], list[Piece]] = {}
+    by_branch: dict[tuple[int, bool], list[Piece]] = {}
     for piece in pieces:
-        alike.setdefault((piece.branch, piece.rows >= LEAST_DESCRIBED_ROWS), []).append(piece)
-    found: list[list[Piece]] = []
-    for some in alike.values():
-        found += [sorted(some, key=lambda piece: -piece.rows)] if len(some) >= LEAST else [[piece] for piece in some]
-    return found
+        by_branch.setdefault((piece.branch, piece.rows >= LEAST_DESCRIBED_ROWS), []).append(piece)
+    launches: list[list[Piece]] = []
+    for group in by_branch.values():
+        launches += [sorted(group, key=lambda piece: -piece.rows)] if len(group) >= LEAST else [[piece] for piece in group]
+    return launches
 
 
 def _group(pieces: list[Piece]) -> PieceGroup:
@@ -77,8 +73,8 @@ def _group(pieces: list[Piece]) -> PieceGroup:
 def table_of(numbers: Sequence[Any], programs: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """The table of many pieces: rows `(P, numbers and the first program)`, and per program the row of its own.
 
-    Made anew for each launch, in its stream, so no other work can be given its memory too early. The host does not wait for the
-    copy: it would wait for all that was launched before.
+    Made for each launch, in its stream, so that its memory is not reused too early. The host does not wait for the copy: it would
+    wait for all earlier launches.
 
     Args:
         numbers: Arrays `(P,)`.

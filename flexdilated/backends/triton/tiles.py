@@ -104,5 +104,5 @@ def unmeasured_tiles(kernel: str, head_dim: int, element: int) -> TileConfig:
 
 
 def _size(head_dim: int) -> int:
-    """Up to 64: 0, 128: 1, 256: 2."""
+    """The index of a head dim in a row of the tables: 0 up to 64, 1 up to 128, 2 up to 256."""
     return max(0, padded(head_dim).bit_length() - 7)

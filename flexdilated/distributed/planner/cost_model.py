@@ -43,16 +43,16 @@ def speeds_of_environment() -> Speeds:
 
 def _speed(name: str, default: float) -> float:
     variable = f"FLEXDILATED_{name}_SPEED"
-    given = os.environ.get(variable)
-    if given is None:
+    text = os.environ.get(variable)
+    if text is None:
         return default
     try:
-        speed = float(given)
+        speed = float(text)
     except ValueError:
         speed = 0.0
     if not 0.0 < speed < float("inf"):
         unit = "bytes" if name == "LINK" else "floating-point operations"
-        raise ValueError(f"{variable} must be a number of {unit} per second above 0, got {given!r}")
+        raise ValueError(f"{variable} must be a number of {unit} per second above 0, got {text!r}")
     return speed
 
 
@@ -175,7 +175,7 @@ def pairs(plan: ContextPlan, exchange: str) -> Integers:
 
 @recent(size=lambda pairs, plan, exchange: plan.nbytes)
 def _pairs(plan: ContextPlan, exchange: str) -> Integers:
-    found = pairs_by_rows(plan)
+    pairs_by_rank = pairs_by_rows(plan)
     if exchange == "heads":
-        found = found - pairs_of_parts(plan, plan.parts("gather")) + pairs_of_parts(plan, plan.parts("heads"))
-    return found
+        pairs_by_rank = pairs_by_rank - pairs_of_parts(plan, plan.parts("gather")) + pairs_of_parts(plan, plan.parts("heads"))
+    return pairs_by_rank

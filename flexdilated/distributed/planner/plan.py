@@ -1,4 +1,4 @@
-"""The rows that each rank needs of each other rank, in integers: intervals and strides, never lists."""
+"""The rows that each rank needs from each other rank, as intervals and strides of integers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexdilated.core.call import EXCHANGES as ASKED
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import refuse_shifts
 from flexdilated.distributed.planner.load_balance import HeadParts, assign_heads, heads_exchange_pays_off, own_parts
-from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expanded
+from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expand_ranges
 
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where times are equal
 SPANS = 1 << 18  # at most about so many spans are made together
@@ -23,22 +23,23 @@ KINDS = ("kv", "q")  # keys with values, queries; outputs with their lse go back
 
 
 class Spans(NamedTuple):
-    """Tokens that `receiver` gets from `sender`: one array entry per span, branch by branch and ascending in each pair of ranks.
+    """Intervals of tokens that one rank sends to another. Every field is a `(spans,)` array, ordered by branch, then by token.
 
-    Token `t` has offset `(t - origin) % rate`. Only `residues` offsets from `residue` on, modulo the rate, take part, and only
-    `places` heads of the branch from number `place` on.
+    For span `i`, rank `sender` sends the tokens `first ... end` of a segment to rank `receiver`, for the heads
+    `place ... place + places` of the branch. Of these tokens a head with offset `o` needs every r-th one, those with
+    `(token - origin) % r == o`, if `(o - residue) % r < residues`, and no token otherwise.
     """
 
-    branch: Integers
-    receiver: Integers
-    sender: Integers
-    first: Integers
-    end: Integers
-    origin: Integers
-    residue: Integers
-    residues: Integers
-    place: Integers
-    places: Integers
+    branch: Integers  # index into `pattern.branches`
+    receiver: Integers  # rank
+    sender: Integers  # rank
+    first: Integers  # token of the whole sequence
+    end: Integers  # token of the whole sequence, exclusive
+    origin: Integers  # first token of the segment
+    residue: Integers  # first offset that takes part
+    residues: Integers  # number of offsets that take part, modulo the rate
+    place: Integers  # index of the first head, among the branch's heads of these ranks
+    places: Integers  # number of heads
 
     def where(self, chosen: Booleans | Integers | slice) -> Spans:
         return Spans(*(x[chosen] for x in self))
@@ -67,21 +68,21 @@ class ContextPlan(CutSegments):
 
     @cached_property
     def classes(self) -> dict[tuple[int | None, ...], tuple[int, ...]]:
-        """Heads that keep the same rows in every branch, by their offsets."""
+        """Heads with equal offsets in every branch, by these offsets (None: the branch has no such head)."""
         offsets = [dict(self.kept[branch].heads) for branch in range(len(self.pattern.branches))]
-        found: dict[tuple[int | None, ...], list[int]] = {}
+        by_offsets: dict[tuple[int | None, ...], list[int]] = {}
         for head in range(len(self.within)):
-            found.setdefault(tuple(each.get(head) for each in offsets), []).append(head)
-        return {offsets: tuple(heads) for offsets, heads in found.items()}
+            by_offsets.setdefault(tuple(branch_offsets.get(head) for branch_offsets in offsets), []).append(head)
+        return {offsets: tuple(heads) for offsets, heads in by_offsets.items()}
 
     def some_ranks(self) -> Iterator[range]:
-        """All ranks, some at a time, so that the spans that they receive fit in memory."""
-        several = max(1, SPANS // (self.num_ranks * len(self.pattern.branches)))
-        for first in range(0, self.num_ranks, several):
-            yield range(first, min(first + several, self.num_ranks))
+        """All ranks in consecutive ranges, so that the spans that a range receives fit in memory."""
+        ranks_per_range = max(1, SPANS // (self.num_ranks * len(self.pattern.branches)))
+        for first in range(0, self.num_ranks, ranks_per_range):
+            yield range(first, min(first + ranks_per_range, self.num_ranks))
 
     def spans(self, exchange: str, kind: str, *, receivers: range | None = None, senders: range | None = None) -> Spans:
-        """What some ranks receive from some ranks, as spans of tokens.
+        """The spans of tokens that `receivers` receive from `senders`.
 
         Args:
             exchange: One of `EXCHANGES`.
@@ -93,29 +94,29 @@ class ContextPlan(CutSegments):
         receivers, senders = (everyone if ranks is None else ranks for ranks in (receivers, senders))
         parts = self.parts(exchange)
         parts = parts.where((receivers.start <= parts.executor) & (parts.executor < receivers.stop))
-        at, low, high = self.all_segments.where(parts.segment), parts.low, parts.high
+        segments, low, high = self.all_segments.where(parts.segment), parts.low, parts.high
         if kind == "kv":
-            low, high = np.zeros_like(low), high if self.is_causal else at.size
-        first, end = at.token + low, at.token + high
+            low, high = np.zeros_like(low), high if self.is_causal else segments.size
+        first, end = segments.token + low, segments.token + high
         holder = np.maximum(self.rank_of(first), senders.start)
         last = np.minimum(self.rank_of(end - 1), senders.stop - 1)
-        of, rank = expanded(holder, np.maximum(0, last - holder + 1))
-        first, end = np.maximum(first[of], self.limits[rank]), np.minimum(end[of], self.limits[rank + 1])
-        some = np.flatnonzero((first < end) & (rank != parts.executor[of]))
-        of, rank, executor = of[some], rank[some], parts.executor[of[some]]
-        branch, asked = at.branch[of], (parts.high - parts.low)[of]
+        part, rank = expand_ranges(holder, np.maximum(0, last - holder + 1))
+        first, end = np.maximum(first[part], self.limits[rank]), np.minimum(end[part], self.limits[rank + 1])
+        nonempty = np.flatnonzero((first < end) & (rank != parts.executor[part]))
+        part, rank, executor = part[nonempty], rank[nonempty], parts.executor[part[nonempty]]
+        branch, num_queries = segments.branch[part], (parts.high - parts.low)[part]
         return Spans(
             branch=branch,
             receiver=executor,
             sender=rank,
-            first=first[some],
-            end=end[some],
-            origin=at.token[of],
+            first=first[nonempty],
+            end=end[nonempty],
+            origin=segments.token[part],
             # Fewer queries than the rate ask for nothing of other offsets.
-            residue=parts.low[of] % self.rates[branch],
-            residues=np.minimum(asked, self.rates[branch]),
-            place=parts.place[of],
-            places=parts.places[of],
+            residue=parts.low[part] % self.rates[branch],
+            residues=np.minimum(num_queries, self.rates[branch]),
+            place=parts.place[part],
+            places=parts.places[part],
         )
 
     @cached_property
@@ -136,13 +137,13 @@ class ContextPlan(CutSegments):
 
     @cached_property
     def _parts_by_heads(self) -> HeadParts:
-        both = own_parts(self, np.flatnonzero(~self.assigned)), assign_heads(self, self.assigned)
-        parts = HeadParts(*(np.concatenate(columns) for columns in zip(*both)))
+        halves = own_parts(self, np.flatnonzero(~self.assigned)), assign_heads(self, self.assigned)
+        parts = HeadParts(*(np.concatenate(columns) for columns in zip(*halves)))
         return parts.where(np.argsort(parts.segment, kind="stable"))
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether every segment lies inside one shard, so that no rank needs anything of another."""
+        """Whether every segment is inside one shard, so that ranks exchange nothing."""
         return not len(self.all_segments.token)
 
 

@@ -21,7 +21,7 @@ MESSAGE = 1 << 12  # rows that are listed in the time that one message takes
 
 
 class RowCounts(NamedTuple):
-    """Rows of one kind that ranks exchange, over the key/value heads held here: arrays over ranks."""
+    """Rows of one kind that ranks exchange, over the key/value heads of these ranks. Arrays are `(num_ranks,)`."""
 
     received: Integers
     sent: Integers
@@ -43,7 +43,7 @@ def equivalent(plan: ContextPlan, exchange: str) -> str:
 
 
 def listed(plan: ContextPlan, exchange: str) -> Counts:
-    """The rows that ranks exchange, by kind, exactly."""
+    """Count the rows that ranks exchange, by kind, exactly."""
     return _counts(plan, equivalent(plan, exchange), _listed_rows)
 
 
@@ -53,7 +53,7 @@ def rows_received(plan: ContextPlan, exchange: str, kind: str, rank: int) -> int
 
 
 def bounds(plan: ContextPlan, exchange: str) -> Counts:
-    """At most so many rows travel, by kind: the sum over branches."""
+    """Upper bounds of the rows that travel, by kind: the sums over branches."""
     return _counts(plan, equivalent(plan, exchange), _most_rows)
 
 
@@ -85,23 +85,23 @@ def _most_rows(plan: ContextPlan, exchange: str, kind: str) -> Integers:
         spans = plan.spans(exchange, kind, receivers=receivers)
         # A head keeps one of `rate` tokens, a token is kept by the heads of one offset.
         tokens, rate = spans.end - spans.first, plan.rates[spans.branch]
-        most = np.minimum(spans.places * -(-tokens // rate), tokens * same_offset[spans.branch])
+        max_rows = np.minimum(spans.places * -(-tokens // rate), tokens * same_offset[spans.branch])
         # Sums of floats are exact below 2 ** 53 rows.
         pairs = (spans.receiver - receivers.start) * ranks + spans.sender
-        rows[receivers.start : receivers.stop] = np.bincount(pairs, most, len(receivers) * ranks).reshape(-1, ranks)
+        rows[receivers.start : receivers.stop] = np.bincount(pairs, max_rows, len(receivers) * ranks).reshape(-1, ranks)
     # A message holds no row twice.
-    held = np.array(plan.shard_lengths, np.int64) * len(plan.within)
-    return np.minimum(rows, held)
+    shard_rows = np.array(plan.shard_lengths, np.int64) * len(plan.within)
+    return np.minimum(rows, shard_rows)
 
 
-def counts(plan: ContextPlan, exchange: str, most: int) -> tuple[Counts, bool]:
-    """The rows that all ranks exchange, by kind, and whether they are exact: else they are at most so many.
+def counts(plan: ContextPlan, exchange: str, max_work: int) -> tuple[Counts, bool]:
+    """`(counts, is_exact)`: the rows that ranks exchange, by kind; upper bounds if not exact.
 
     Args:
         plan: The plan.
         exchange: One of `EXCHANGES`.
-        most: The work of listing all ranks, in rows, up to which they are listed.
+        max_work: The work of listing all ranks, in rows, up to which they are listed.
     """
-    found = bounds(plan, exchange)
-    work = 2 * sum(int(found[kind].received.sum()) + MESSAGE * (plan.num_ranks + found[kind].messages) for kind in KINDS)
-    return (listed(plan, exchange), True) if work <= most else (found, False)
+    upper = bounds(plan, exchange)
+    work = 2 * sum(int(upper[kind].received.sum()) + MESSAGE * (plan.num_ranks + upper[kind].messages) for kind in KINDS)
+    return (listed(plan, exchange), True) if work <= max_work else (upper, False)

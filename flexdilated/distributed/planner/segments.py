@@ -1,8 +1,8 @@
-"""Segments that the shards of a sequence cut, in integers, and the rows that heads keep of them.
+"""Segments that span more than one shard, in integers, and the rows that heads keep in them.
 
-The sequence is cut in contiguous shards. A segment that lies inside one shard is computed there. This file describes the *cut*
-segments alone. The tokens of a segment are numbered `0, 1, ...` as slots. Each rank holds an interval of slots, and a head keeps
-the slots of its offset modulo the rate.
+The sequence is cut in contiguous shards. A segment inside one shard is computed on its rank. This file describes the *cut* segments
+only, which span more than one shard. The tokens of a segment are numbered `0, 1, ...` as slots. Each rank holds an interval of
+slots, and a head keeps the slots of its offset modulo the rate.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ Booleans = NDArray[np.bool_]
 
 
 class BranchHeads(NamedTuple):
-    """The heads of one branch that are held here, with their offsets."""
+    """The key/value heads of one branch that these ranks hold, with their offsets."""
 
     rate: int
-    heads: tuple[tuple[int, int], ...]  # (head, offset), ascending
+    heads: tuple[tuple[int, int], ...]  # (head, offset), ascending; heads count from `within.start`
 
 
 class Segments(NamedTuple):
-    """Cut segments, branch by branch and ascending: one array entry per segment."""
+    """Segments that span more than one shard. Every field is a `(segments,)` array, ordered by branch, then by token.
 
-    branch: Integers  # number of the branch
-    document_tokens: Integers  # tokens of the document
-    token: Integers  # of slot 0, in the whole sequence
+    Slot `s` of a segment is token `token + s` of the whole sequence. Its tokens are in the shards of `first_rank ... last_rank`.
+    """
+
+    branch: Integers  # index into `pattern.branches`
+    document_tokens: Integers  # length of the packed document that has the segment, in tokens
+    token: Integers  # position of slot 0 in the whole sequence
     size: Integers  # tokens of the segment
-    padded: Integers  # slots of keys; those from `size` on are torchscale's zero keys
-    first_rank: Integers  # the ranks that hold its tokens
-    last_rank: Integers
+    padded: Integers  # slots that hold keys, `padded >= size`; slots from `size` on are torchscale's zero keys
+    first_rank: Integers  # inclusive
+    last_rank: Integers  # inclusive
 
     def where(self, chosen: Integers | slice) -> Segments:
         return Segments(*(x[chosen] for x in self))
@@ -47,7 +50,7 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CutSegments:
-    """The segments of dilated attention that the shards of a sequence cut, and what the heads held here keep of them."""
+    """The segments that span more than one shard, and the rows that the heads of these ranks keep in them."""
 
     pattern: DilatedPattern
     shard_lengths: tuple[int, ...]  # contiguous in the order of ranks; some may be 0
@@ -93,50 +96,50 @@ class CutSegments:
 
     @cached_property
     def cut_documents(self) -> tuple[tuple[int, int], ...]:
-        """The documents that lie in more than one shard."""
+        """`(first token, number of tokens)` of the documents that span more than one shard."""
         starts = [start for start, _ in self.documents]
-        found = {}
+        by_number = {}
         for border in self.borders[1:-1]:
             i = bisect_right(starts, border) - 1
             # If several documents begin at one token, all but the last are empty.
             if i >= 0 and starts[i] < border < sum(self.documents[i]):
-                found[i] = self.documents[i]
-        return tuple(found.values())
+                by_number[i] = self.documents[i]
+        return tuple(by_number.values())
 
     @cached_property
     def document_parts(self) -> tuple[Integers, Integers, Integers, Integers, Integers]:
         """`(rank, begin, end, tokens of the document, count)` of parts of documents that ranks hold; equal parts are one entry."""
         start, num_tokens = np.array([document for document in self.documents if document[1]], np.int64).reshape(-1, 2).T
         first, last = self.rank_of(start), self.rank_of(start + num_tokens - 1)
-        which, rank = expanded(first, last - first + 1)
-        of = start[which], num_tokens[which]
-        begin, end = (np.clip(border - of[0], 0, of[1]) for border in (self.limits[rank], self.limits[rank + 1]))
-        parts, count = np.unique(np.stack([rank, begin, end, of[1]]), axis=1, return_counts=True)
+        document, rank = expand_ranges(first, last - first + 1)
+        start, num_tokens = start[document], num_tokens[document]
+        begin, end = (np.clip(border - start, 0, num_tokens) for border in (self.limits[rank], self.limits[rank + 1]))
+        parts, count = np.unique(np.stack([rank, begin, end, num_tokens]), axis=1, return_counts=True)
         return (*parts, count)
 
     def rank_of(self, tokens: Integers) -> Integers:
-        """The ranks that hold tokens."""
+        """The rank whose shard has each token."""
         return np.searchsorted(self.limits, tokens, side="right") - 1
 
-    def held(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
-        """The slots `first ... end` that a rank holds of `size` slots, the first of which is a token."""
+    def slots_of_rank(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
+        """The slots `first ... end` of a segment that a rank holds; slot 0 is token `token`, and the segment has `size` tokens."""
         return np.clip(self.limits[rank] - token, 0, size), np.clip(self.limits[np.add(rank, 1)] - token, 0, size)
 
     @cached_property
     def all_segments(self) -> Segments:
-        """The cut segments of all branches."""
+        """The segments of all branches that span more than one shard."""
         start, num_tokens = np.array(self.cut_documents, np.int64).reshape(-1, 2).T
         inner = np.unique(self.limits[1:-1])
         low, high = np.searchsorted(inner, start, side="right"), np.searchsorted(inner, start + num_tokens)
-        document, number = expanded(low, high - low)
+        document, number = expand_ranges(low, high - low)
         border = inner[number] - start[document]
         w = np.minimum(self.lengths[:, None], num_tokens)  # (branches, documents)
         # Cut by a border: segments that begin before it and end after it.
         first, last = border // w[:, document], -(-border // w[:, document])  # (branches, borders)
         # Several borders may cut one segment.
         first[:, 1:] = np.where(document[1:] == document[:-1], np.maximum(first[:, 1:], last[:, :-1]), first[:, 1:])
-        which, index = expanded(first.reshape(-1), np.maximum(0, last - first).reshape(-1))
-        branch, document = which // max(1, len(document)), np.tile(document, len(w))[which]
+        pair, index = expand_ranges(first.reshape(-1), np.maximum(0, last - first).reshape(-1))
+        branch, document = pair // max(1, len(document)), np.tile(document, len(w))[pair]
         w, start, num_tokens = w[branch, document], start[document], num_tokens[document]
         token, size = start + index * w, np.minimum(w, num_tokens - index * w)
         padded = w + -w % self.rates[branch] if self.pattern.zero_padding and not self.is_causal else size
@@ -152,25 +155,28 @@ class CutSegments:
 
     @cached_property
     def kept(self) -> tuple[BranchHeads, ...]:
-        """Per branch, the heads held here and their offsets."""
-        runs = [self.pattern.head_runs(branch, self.num_heads, self.within) for branch in range(len(self.lengths))]
-        heads = [tuple(sorted((run.start + j * run.step, run.offset) for run in each for j in range(run.heads))) for each in runs]
-        return tuple(BranchHeads(rate, each) for rate, each in zip(self.rates.tolist(), heads))
+        """Per branch, the heads of these ranks and their offsets."""
+        branches = []
+        for branch, rate in enumerate(self.rates.tolist()):
+            runs = self.pattern.head_runs(branch, self.num_heads, self.within)
+            heads = sorted((run.start + j * run.step, run.offset) for run in runs for j in range(run.heads))
+            branches.append(BranchHeads(rate, tuple(heads)))
+        return tuple(branches)
 
     @cached_property
     def all_kept(self) -> tuple[Integers, Integers, Integers]:
-        """The heads of all branches, one branch after another: where each branch begins, the heads, and their offsets."""
-        heads, offsets = np.array([one for each in self.kept for one in each.heads], np.int64).reshape(-1, 2).T
+        """`(start, heads, offsets)`: heads and offsets of all branches in one array each; branch `i` begins at `start[i]`."""
+        heads, offsets = np.array([head for branch in self.kept for head in branch.heads], np.int64).reshape(-1, 2).T
         return np.cumsum(self.num_kept) - self.num_kept, heads, offsets
 
     @cached_property
     def num_kept(self) -> Integers:
-        """`(branches,)` heads held here."""
-        return np.array([len(each.heads) for each in self.kept], np.int64)
+        """`(branches,)` number of heads of these ranks."""
+        return np.array([len(branch.heads) for branch in self.kept], np.int64)
 
 
-def inside(begin: Any, end: Any, num_tokens: Any, w: Any) -> tuple[Any, Any]:
-    """The segments `first ... end` of a document that lie between two positions in it.
+def segments_between(begin: Any, end: Any, num_tokens: Any, w: Any) -> tuple[Any, Any]:
+    """The range `first ... end` of whole segments between two positions of a document.
 
     Args:
         begin, end: Positions in the document.
@@ -182,8 +188,11 @@ def inside(begin: Any, end: Any, num_tokens: Any, w: Any) -> tuple[Any, Any]:
     return first, np.maximum(first, stop)
 
 
-def expanded(first: Integers, count: Integers) -> tuple[Integers, Integers]:
-    """The numbers of runs `first ... first + count`, run by run: the run of each number, and the number."""
+def expand_ranges(first: Integers, count: Integers) -> tuple[Integers, Integers]:
+    """Concatenate the ranges `first ... first + count`: the index of the range of each number, and the numbers.
+
+    `expand_ranges([5, 8], [2, 1])` is `([0, 0, 1], [5, 6, 8])`.
+    """
     ends = np.cumsum(count)
     run = np.repeat(np.arange(len(count)), count)
     return run, np.arange(len(run)) + np.repeat(first - ends + count, count)

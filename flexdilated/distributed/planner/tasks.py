@@ -1,4 +1,4 @@
-"""What one rank computes: the pieces inside its shard, and tasks of the segments that shards cut."""
+"""What one rank computes: pieces inside its shard, and tasks in segments that span more than one shard."""
 
 from __future__ import annotations
 
@@ -10,66 +10,67 @@ import numpy as np
 from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.pieces import Piece, branch_order, document_pieces, everything_kept
 from flexdilated.distributed.planner.plan import ContextPlan
-from flexdilated.distributed.planner.segments import Integers, Segments, inside, kept_below
+from flexdilated.distributed.planner.segments import Integers, Segments, kept_below, segments_between
 
 NOBODY: Integers = np.empty(0, np.int64)
 
 
 class Task(NamedTuple):
-    """Attention of some rows of one cut segment, on one rank: lanes of equal shape, one for each key/value head.
+    """Attention that one rank computes: queries `queries` against keys `keys`, in `lanes` independent softmaxes of equal shape.
 
-    Rows are the kept slots of `Segments`, numbered from 0.
+    A lane is one key/value head in one segment that spans more than one shard. Row `l` of lane `i` is token
+    `tokens[i] + l * stride` of the whole sequence: the rows of a segment are the tokens that the head keeps, numbered from 0.
     """
 
-    branch: int  # number of the branch
-    stride: int  # tokens from a row to the next: the rate
-    zero_keys: int  # torchscale's, which take part in every softmax
-    queries: tuple[int, int]  # first row, end
-    keys: tuple[int, int]  # first row, end
-    sources: tuple[tuple[int, int, int], ...]  # (rank, first row, end), ascending, of all rows of the segment
-    heads: Integers = NOBODY  # (lanes,), of the tensors held here
-    tokens: Integers = NOBODY  # (lanes,), of row 0 in the whole sequence
+    branch: int  # index into `pattern.branches`
+    stride: int  # tokens between consecutive rows: the dilation rate
+    zero_keys: int  # number of torchscale's zero keys in every softmax
+    queries: tuple[int, int]  # rows [first, end)
+    keys: tuple[int, int]  # rows [first, end)
+    sources: tuple[tuple[int, int, int], ...]  # (rank, first, end): rows [first, end) are in the shard of rank; all rows, ascending
+    heads: Integers = NOBODY  # (lanes,) key/value heads, counted from the first one that this rank holds
+    tokens: Integers = NOBODY  # (lanes,) token of row 0
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Everything that is equal in all lanes."""
+        """All fields but those of single lanes, as a hashable key."""
         return self[:-2]
 
 
 def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
-    """The tasks of a rank: what it computes of cut segments. Lanes of equal shape are one task."""
-    parts, at = plan.parts(exchange), plan.all_segments
+    """The tasks of a rank, in the order in which branches are computed. Lanes of equal shape are one task."""
+    parts, segments = plan.parts(exchange), plan.all_segments
     parts = parts.where(parts.executor == rank)
-    found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-    turn = {branch: place for place, branch in enumerate(branch_order(plan.pattern))}
-    for segment, place, places, _, low, high in sorted(
-        zip(*(column.tolist() for column in parts)), key=lambda part: turn[int(at.branch[part[0]])]
+    lanes_by_shape: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    order_of_branch = {branch: place for place, branch in enumerate(branch_order(plan.pattern))}
+    for number, place, places, _, low, high in sorted(
+        zip(*(column.tolist() for column in parts)), key=lambda part: order_of_branch[int(segments.branch[part[0]])]
     ):
-        here = at.where(segment)
+        segment = segments.where(number)
         heads: dict[int, list[int]] = {}
-        for head, offset in plan.kept[int(here.branch)].heads[place : place + places]:
+        for head, offset in plan.kept[int(segment.branch)].heads[place : place + places]:
             heads.setdefault(offset, []).append(head)
-        for offset, task in zip(heads, _tasks_of_part(plan, here, np.array([*heads]), low, high)):
+        for offset, task in zip(heads, _tasks_of_part(plan, segment, np.array([*heads]), low, high)):
             if task is not None:
-                lanes = ((head, int(here.token) + offset) for head in heads[offset])
-                found.setdefault(task.shape, []).extend(lanes)
-    return tuple(Task(*shape, *np.array(lanes, np.int64).T) for shape, lanes in found.items())
+                lanes = ((head, int(segment.token) + offset) for head in heads[offset])
+                lanes_by_shape.setdefault(task.shape, []).extend(lanes)
+    return tuple(Task(*shape, *np.array(lanes, np.int64).T) for shape, lanes in lanes_by_shape.items())
 
 
-def _tasks_of_part(plan: ContextPlan, at: Segments, offsets: Integers, low: int, high: int) -> Iterator[Task | None]:
-    """For heads of each offset, the task without lanes of the queries `low ... high` of a segment; None without queries."""
-    rate = plan.kept[int(at.branch)].rate
-    limits = (at.size, at.padded, low, high)
+def _tasks_of_part(plan: ContextPlan, segment: Segments, offsets: Integers, low: int, high: int) -> Iterator[Task | None]:
+    """Per offset, the task (without its lanes) of the slots `low ... high` of a segment as queries; None if none is kept."""
+    rate = plan.kept[int(segment.branch)].rate
+    limits = (segment.size, segment.padded, low, high)
     rows, padded, first, end = (kept_below(slots, rate, offsets).tolist() for slots in limits)
-    ranks = range(int(at.first_rank), int(at.last_rank) + 1)
-    held = np.clip(plan.limits[ranks.start : ranks.stop + 1] - at.token, 0, at.size)
-    borders = kept_below(held, rate, offsets[:, None]).tolist()  # (offsets, ranks + 1)
+    ranks = range(int(segment.first_rank), int(segment.last_rank) + 1)
+    slot_borders = np.clip(plan.limits[ranks.start : ranks.stop + 1] - segment.token, 0, segment.size)
+    borders = kept_below(slot_borders, rate, offsets[:, None]).tolist()  # (offsets, ranks + 1)
     for i, border in enumerate(borders):
         if first[i] == end[i]:
             yield None
             continue
         yield Task(
-            branch=int(at.branch),
+            branch=int(segment.branch),
             stride=rate,
             zero_keys=padded[i] - rows[i],
             queries=(first[i], end[i]),
@@ -80,16 +81,16 @@ def _tasks_of_part(plan: ContextPlan, at: Segments, offsets: Integers, low: int,
 
 @recent(size=lambda pieces, plan, rank: PIECE_BYTES * len(pieces) + plan.nbytes)
 def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
-    """What a rank computes of segments that lie inside its shard; tokens are counted from the first of the shard."""
+    """The pieces of the segments inside a rank's shard; tokens count from the first one of the shard."""
     begin, end = plan.borders[rank], plan.borders[rank + 1]
     start, num_tokens = np.array(plan.documents, np.int64).reshape(-1, 2).T
-    here = (start < end) & (start + num_tokens > begin) & (num_tokens > 0)
-    start, num_tokens = start[here], num_tokens[here]
+    overlaps = (start < end) & (start + num_tokens > begin) & (num_tokens > 0)
+    start, num_tokens = start[overlaps], num_tokens[overlaps]
     pieces: list[Piece] = []
     for branch in branch_order(plan.pattern):
         length = plan.pattern.segments("the planner of ranks")[branch].segment_length
         w = np.minimum(length, num_tokens)
-        limits = inside(begin - start, end - start, num_tokens, w)
+        limits = segments_between(begin - start, end - start, num_tokens, w)
         columns = (x.tolist() for x in (start - begin, num_tokens, *limits))
         documents = [(token, count, range(first, stop)) for token, count, first, stop in zip(*columns)]
         # The whole segments of the branch that keeps everything cover a shard that cuts none of them.
@@ -102,5 +103,5 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
 
 def _touches(plan: ContextPlan, branch: int, rank: int) -> bool:
     """Whether a rank holds a part of a cut segment of a branch."""
-    at = plan.all_segments
-    return bool(((at.branch == branch) & (at.first_rank <= rank) & (rank <= at.last_rank)).any())
+    segments = plan.all_segments
+    return bool(((segments.branch == branch) & (segments.first_rank <= rank) & (rank <= segments.last_rank)).any())

@@ -44,13 +44,13 @@ class Buffers:
             self.num_received += schedule.kv.num_received * self.batch * self.kv_width
 
     def without_tokens(self) -> Buffers:
-        """Buffers of equal sizes that hold no values."""
+        """Buffers of equal sizes without tokens of this rank."""
         q, k, v = (x.new_empty((x.shape[0], 0, *x.shape[2:])) for x in (self.q, self.k, self.v))
         mask = None if self.mask is None else self.mask.new_empty((self.batch, 0))
         return Buffers(Inputs(q, k, v, key_padding_mask=mask), self.schedule, keeps=self.keeps)
 
     def receive_into(self, received: Tensor) -> None:
-        """Let the rows of other ranks be parts of a flat buffer: keys and values, unless in a ring, then queries."""
+        """Use parts of a flat buffer for the rows of other ranks: keys and values (not in a ring), then queries."""
         kv, q = self.schedule.kv, self.schedule.q
         keys, queries = received.tensor_split([received.numel() - self.num_queries_received])
         if self.keeps:
@@ -85,25 +85,25 @@ class Buffers:
             remote: `(E, B, group, D')` of each other rank.
         """
         parts = [
-            self.grouped(local)[:, each.row_index.read(), task.heads]
-            if each.is_local
-            else rearrange(remote[each.rank][each.row_index.read()], "lane row b group d -> b lane row group d")
-            for each in task.queries
+            self.grouped(local)[:, row_range.row_index.read(), task.heads]
+            if row_range.is_local
+            else rearrange(remote[row_range.rank][row_range.row_index.read()], "lane row b group d -> b lane row group d")
+            for row_range in task.queries
         ]
         return rearrange(torch.cat(parts, dim=2), "b lane row group d -> (b lane) group row d")
 
     def keys(self, ranges: Sequence[RowRange], task: ScheduledTask) -> tuple[Tensor, Tensor, Tensor | None]:
         """k and v of neighbouring ranges, `(b lane) 1 row d`, and which are ignored, `(b lane) row`; ignored ones hold zeros."""
         ks, vs, masks = [], [], []
-        for each in ranges:
-            index = each.row_index.read()
-            if each.is_local:
+        for row_range in ranges:
+            index = row_range.row_index.read()
+            if row_range.is_local:
                 ks.append(self.k[:, index, task.heads])
                 vs.append(self.v[:, index, task.heads])
                 if self.mask is not None:
                     masks.append(self.mask[:, index])
             else:
-                rows = rearrange(self.kv_rows[each.rank][index], "lane row b d -> b lane row d")
+                rows = rearrange(self.kv_rows[row_range.rank][index], "lane row b d -> b lane row d")
                 ks.append(rows[..., : self.head_dim])
                 vs.append(rows[..., self.head_dim : 2 * self.head_dim])
                 if self.mask is not None:
@@ -137,33 +137,33 @@ class Gradients:
     def add_queries(self, task: ScheduledTask, dq: Tensor) -> None:
         """Add `b lane row group d`; the query of zeros, which comes last, has no gradient."""
         local = self.buffers.grouped(self.dq)
-        for each in task.queries:
-            span = slice(each.first - task.queries[0].first, each.end - task.queries[0].first)
-            rows, index = dq[:, :, span], each.row_index.read()
-            if each.is_local:
+        for row_range in task.queries:
+            span = slice(row_range.first - task.queries[0].first, row_range.end - task.queries[0].first)
+            rows, index = dq[:, :, span], row_range.row_index.read()
+            if row_range.is_local:
                 # A task meets a row once: reading, adding and writing back needs no atomic sum.
                 local[:, index, task.heads] += rows.to(local.dtype)
             else:
-                self.q_rows[each.rank][index] += rearrange(rows, "b lane row group d -> lane row b group d")
+                self.q_rows[row_range.rank][index] += rearrange(rows, "b lane row group d -> lane row b group d")
 
     def add_keys(self, task: ScheduledTask, ranges: Sequence[RowRange], dk: Tensor, dv: Tensor) -> None:
         """Add `(b lane) 1 row d` each, of neighbouring ranges."""
         dk, dv = (rearrange(x, "(b lane) 1 row d -> b lane row d", lane=len(task.task.heads)) for x in (dk, dv))
-        for each in ranges:
-            span = slice(each.first - ranges[0].first, each.end - ranges[0].first)
-            index = each.row_index.read()
-            if each.is_local:
+        for row_range in ranges:
+            span = slice(row_range.first - ranges[0].first, row_range.end - ranges[0].first)
+            index = row_range.row_index.read()
+            if row_range.is_local:
                 self.dk[:, index, task.heads] += dk[:, :, span]
                 self.dv[:, index, task.heads] += dv[:, :, span]
             else:
-                both = torch.cat([dk[:, :, span], dv[:, :, span]], dim=-1)
-                self.kv_rows[each.rank][index] += rearrange(both, "b lane row d -> lane row b d")
+                dkv = torch.cat([dk[:, :, span], dv[:, :, span]], dim=-1)
+                self.kv_rows[row_range.rank][index] += rearrange(dkv, "b lane row d -> lane row b d")
 
     def add_returned_keys(self, peer: int, rows: Tensor) -> None:
         """Add `(E, B, 2 D)`, which a peer returns for this rank's keys and values."""
         tokens, heads = self.buffers.schedule.kv.rows(peer)
-        for total, part in zip((self.dk, self.dv), rows.to(self.buffers.sums).chunk(2, dim=-1)):
-            total.transpose(0, 1)[tokens, :, heads] += part
+        for total, grad in zip((self.dk, self.dv), rows.to(self.buffers.sums).chunk(2, dim=-1)):
+            total.transpose(0, 1)[tokens, :, heads] += grad
 
     def add_returned_queries(self, peer: int, rows: Tensor) -> None:
         """Add `(E, B, group, D)`, which a peer returns for this rank's queries."""

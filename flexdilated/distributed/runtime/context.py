@@ -23,7 +23,7 @@ PLANNED = ("encoded_pattern", "is_causal", "engine", "first_head", "num_heads") 
 
 
 class RankContext(NamedTuple):
-    """Where a call runs, and how, as plain data that an operator takes beside `OpOptions`."""
+    """The options of a call over ranks, as plain data that an operator takes after `OpOptions`."""
 
     group_name: str
     rank: int
@@ -36,8 +36,8 @@ class RankContext(NamedTuple):
     def plan(self, inputs: Inputs, op_options: OpOptions) -> ContextPlan:
         """The plan of a call on some tensors."""
         lengths, kv_heads = tuple(int(n) for n in self.shard_lengths), inputs.k.shape[2]
-        where = "" if inputs.cu_seqlens is None else f" of all ranks, shard_lengths={shown(lengths)}"
-        spans = documents(inputs.cu_seqlens, sum(lengths), where)
+        hint = "" if inputs.cu_seqlens is None else f" of all ranks, shard_lengths={shown(lengths)}"
+        spans = documents(inputs.cu_seqlens, sum(lengths), hint)
         within = range(op_options.first_head, op_options.first_head + kv_heads)
         return context_plan(
             op_options.pattern,
@@ -55,11 +55,11 @@ class RankContext(NamedTuple):
             return self.exchange
         q = inputs.q
         sizes = {"head_dim": q.shape[3], "itemsize": q.dtype.itemsize, "batch": q.shape[0]}
-        more = {"key_padding_mask": inputs.key_padding_mask is not None, "lse_size": accumulated(q.dtype).itemsize}
-        return cost_model.choose(plan, speeds=cost_model.speeds_of_environment(), **sizes, **more)
+        row_sizes = {"key_padding_mask": inputs.key_padding_mask is not None, "lse_size": accumulated(q.dtype).itemsize}
+        return cost_model.choose(plan, speeds=cost_model.speeds_of_environment(), **sizes, **row_sizes)
 
     def fields(self, plan: ContextPlan, inputs: Inputs, op_options: OpOptions, **functions: bool) -> Fields:
-        """What ranks compare; `functions`: which there are, since they cannot be compared."""
+        """The fields that ranks compare. `functions`: whether there are functions; their code cannot be compared."""
         q, no_functions = inputs.q, {"score_mod": False, "mask_mod": False, "score_mod_requires_grad": False, "flex": False}
         options = {
             "dtype": str(q.dtype),
@@ -76,7 +76,7 @@ class RankContext(NamedTuple):
         return _fields(plan, tuple(options.items()))
 
     def transport(self, plan: ContextPlan, fields: Fields, device: torch.device, number: int, *, backward: bool) -> GroupTransport:
-        """The transport of one direction of the call of a number."""
+        """The transport of the forward, or of the backward, of call `number`."""
         call = f"{'the backward of ' if backward else ''}call {number} over this mesh, with {plan.pattern}"
         return GroupTransport(process_group(self.group_name), device, fields.tag(number, backward=backward), call)
 

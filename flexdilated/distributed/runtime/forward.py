@@ -51,14 +51,14 @@ def _merge_outputs(
     sent_to, lse_to = via.split(sent, sent=True), via.split(sent_lse, sent=True)
     for task, partial in zip(work.schedule.tasks, partials):
         task_out, task_lse = (buffers.unfolded(x, task) for x in partial)
-        for each in task.queries:
-            span = slice(each.first - task.queries[0].first, each.end - task.queries[0].first)
-            index = each.row_index.read()
+        for row_range in task.queries:
+            span = slice(row_range.first - task.queries[0].first, row_range.end - task.queries[0].first)
+            index = row_range.row_index.read()
             part, part_lse = task_out[:, :, span], task_lse[:, :, span]
-            if each.is_local:
+            if row_range.is_local:
                 _merge_at(outs, lses, (slice(None), index, task.heads), part, part_lse)
             else:
-                _merge_at(sent_to[each.rank], lse_to[each.rank], index, part.movedim(0, 2), part_lse.movedim(0, 2))
+                _merge_at(sent_to[row_range.rank], lse_to[row_range.rank], index, part.movedim(0, 2), part_lse.movedim(0, 2))
     if not (via.sends or via.receives):
         return
     arrived, arrived_lse = exchange_outputs(buffers, transport, sent, sent_lse, back=False)

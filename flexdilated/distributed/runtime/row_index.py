@@ -1,4 +1,4 @@
-"""Where rows are: tokens of a shard, or places in a message."""
+"""Index of rows in a tensor: by token of a shard, or by place in a message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexdilated.distributed.planner.segments import Integers
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """`(lanes, rows)` integers: a first one per lane, plus a common step per row if there is one, else a list per lane.
+    """A `(lanes, rows)` table of integers, stored as a first one per lane and a common step, or as a table where steps differ.
 
     Full tables would hold the rows of all ranks for a ring.
     """
@@ -46,7 +46,7 @@ class RowIndex:
         return self.first.nbytes + (0 if self.lists is None else self.lists.nbytes)
 
     def read(self) -> Tensor:
-        """The integers as one table."""
+        """The `(lanes, rows)` int32 table."""
         if self.lists is None:
             return self.first + self.step * torch.arange(self.rows, dtype=torch.int32, device=self.first.device)
         return self.first + self.lists
@@ -86,17 +86,17 @@ class RowExchange:
 
 
 def row_exchange(
-    plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device, remote: Mapping[int, int]
+    plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device, received_counts: Mapping[int, int]
 ) -> RowExchange:
-    """What a rank exchanges of one kind; `remote`: the number of rows in the shard of each peer."""
-    local, here = {}, {}
+    """The rows of one kind that a rank exchanges; `received_counts`: rows that it receives, by peer."""
+    local, sent_counts = {}, {}
     for message in messages(plan, exchange, kind, rank, sent=True):
-        here[message.peer] = message.num_rows
+        sent_counts[message.peer] = message.num_rows
         local[message.peer] = tuple(
             (as_int32(heads, device)[:, None], RowIndex.from_table(tokens - plan.borders[rank], device))
             for heads, tokens in message.blocks()
         )
-    return RowExchange(_places(here), _places(remote), local)
+    return RowExchange(_places(sent_counts), _places(received_counts), local)
 
 
 def _places(counts: Mapping[int, int]) -> dict[int, slice]:

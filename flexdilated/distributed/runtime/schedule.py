@@ -22,7 +22,7 @@ KEPT = 1 << 28  # bytes of schedules
 
 
 class RowRange(NamedTuple):
-    """Neighbouring rows `first ... end` of a task that are in one rank's shard; the next range begins where it ends."""
+    """Rows `first ... end` of a task, which are in the shard of one rank. The ranges of a task are consecutive."""
 
     rank: int
     first: int
@@ -32,7 +32,7 @@ class RowRange(NamedTuple):
 
 
 class ScheduledTask(NamedTuple):
-    """A task, and where its queries, whose outputs are in the same places, and its keys are."""
+    """A task, with the places of its queries and keys; outputs have the places of their queries."""
 
     task: Task
     heads: Tensor  # (lanes, 1) int32
@@ -56,7 +56,7 @@ class Schedule:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tables of rows, on the device."""
-        ranges = [each.row_index for task in self.tasks for each in (*task.queries, *task.keys)]
+        ranges = [row_range.row_index for task in self.tasks for row_range in (*task.queries, *task.keys)]
         blocks = [index for via in (self.kv, self.q) for local in via.local.values() for _, index in local]
         return sum(index.nbytes for index in (*ranges, *blocks))
 
@@ -69,19 +69,19 @@ def schedule(plan: ContextPlan, exchange: str, rank: int, device: torch.device) 
     index: dict[tuple[int, str, int], RowIndex] = {}
     remote: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}  # rows in the shards of peers
     for kind in KINDS:
-        asked: dict[int, list[tuple[int, Integers, int]]] = {}
+        pending: dict[int, list[tuple[int, Integers, int]]] = {}
         for number, task in enumerate(tasks):
-            for owner, low, high, at in _ranges(task, kind):
+            for owner, low, high, tokens in _ranges(task, kind):
                 if owner == rank:
-                    index[number, kind, owner] = RowIndex.strided(task.stride, at - plan.borders[rank], high - low, device)
+                    index[number, kind, owner] = RowIndex.strided(task.stride, tokens - plan.borders[rank], high - low, device)
                 else:
-                    asked.setdefault(owner, []).append((number, at, high - low))
+                    pending.setdefault(owner, []).append((number, tokens, high - low))
         for message in messages(plan, exchange, kind, rank, sent=False):
             remote[kind][message.peer] = message.num_rows
-            for number, at, rows in asked.pop(message.peer, ()):
-                table = message.places(tasks[number].heads, at, tasks[number].stride, rows)
+            for number, tokens, rows in pending.pop(message.peer, ()):
+                table = message.places(tasks[number].heads, tokens, tasks[number].stride, rows)
                 index[number, kind, message.peer] = RowIndex.from_table(table, device)
-        assert not asked, "a message that is not sent"
+        assert not pending, "a message that is not sent"
 
     def ranges(number: int, kind: str) -> tuple[RowRange, ...]:
         return tuple(

@@ -23,6 +23,7 @@ from flexdilated.core.call import Call
 from flexdilated.core.checks import call_mod, first_pair, refuse_zero_keys
 from flexdilated.core.custom_op import GRADIENT_MESSAGE, Inputs
 from flexdilated.core.hardware import without_autocast
+from flexdilated.core.lse import with_zero_keys
 from flexdilated.core.pieces import plan_pieces
 from flexdilated.distributed.planner.plan import ContextPlan
 from flexdilated.distributed.planner.tasks import local_pieces
@@ -105,14 +106,14 @@ def attend_modified(
         layers += local
         via, detaches = rows.out, call.pattern.detach_weights
         if via.sends or via.receives:
-            like = q.new_empty(buffers.batch, via.num_sent, buffers.group, buffers.head_dim)
-            out, lse = mix(sent, like, buffers.group, detach_weights=detaches)
+            sent_q = q.new_empty(buffers.batch, via.num_sent, buffers.group, buffers.head_dim)
+            out, lse = mix(sent, sent_q, buffers.group, detach_weights=detaches)
             out, lse, token = _Deliver.apply(out.transpose(0, 1), lse.permute(2, 0, 1), token, bare, transport)
             for peer, place in via.receives.items():
                 layers.append([(Scattered(*via.rows(peer)), out[place].transpose(0, 1), lse[place].transpose(0, 1))])
         out, lse = mix(layers, q, buffers.group, detach_weights=detaches)
-    tied: tuple[Tensor, Tensor] = _Tie.apply(out, lse, token)
-    return tied
+    results: tuple[Tensor, Tensor] = _Tie.apply(out, lse, token)
+    return results
 
 
 def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[PartialOutput]], list[list[PartialOutput]]]:
@@ -121,13 +122,13 @@ def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[PartialOutput]], lis
     sent: list[list[PartialOutput]] = [[] for _ in call.pattern.branches]
     for task in buffers.schedule.tasks:
         out, lse = _attend_task(buffers, task, call)
-        for each in task.queries:
-            span = slice(each.first - task.queries[0].first, each.end - task.queries[0].first)
-            index = each.row_index.read()
-            if each.is_local:
+        for row_range in task.queries:
+            span = slice(row_range.first - task.queries[0].first, row_range.end - task.queries[0].first)
+            index = row_range.row_index.read()
+            if row_range.is_local:
                 local[task.task.branch].append((Scattered(index, task.heads), out[:, :, span], lse[:, :, span]))
             else:
-                index = index + buffers.schedule.out.sends[each.rank].start
+                index = index + buffers.schedule.out.sends[row_range.rank].start
                 sent[task.task.branch].append((Scattered(index, torch.zeros_like(index)), out[:, :, span], lse[:, :, span]))
     return local, sent
 
@@ -147,7 +148,7 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
             task.queries[0],
             scheduled.keys[0].first,
         )
-        out, lse = flex.with_zero_keys(*attend_rows(q, k, v, ignored, places, call), task.zero_keys)
+        out, lse = with_zero_keys(*attend_rows(q, k, v, ignored, places, call), task.zero_keys)
         return buffers.unfolded(out, scheduled), buffers.unfolded(lse, scheduled)
     q, k, v = (x.unflatten(0, (batch, lanes)) for x in (q, k, v))  # b lane group row d
     ignored = None if ignored is None else ignored.view(batch, lanes, 1, 1, -1)
@@ -203,8 +204,8 @@ class _Fetch(torch.autograd.Function):
     @_once
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, received: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
         buffers: Buffers = ctx.buffers
-        own = (x.to(buffers.sums, copy=True) for x in (dq, dk, dv))
-        return *_return_gradients(buffers, received, Gradients(buffers, *own), ctx.transport(True)), None, None, None, None
+        totals = (x.to(buffers.sums, copy=True) for x in (dq, dk, dv))
+        return *_return_gradients(buffers, received, Gradients(buffers, *totals), ctx.transport(True)), None, None, None, None
 
 
 class _Deliver(torch.autograd.Function):
@@ -222,7 +223,7 @@ class _Deliver(torch.autograd.Function):
 
 
 class _Tie(torch.autograd.Function):
-    """Out and lse as they are; in the backward, a gradient for a tensor without elements."""
+    """Return `out` and `lse` unchanged; the backward also gives a zero gradient to `token`, a tensor without elements."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:

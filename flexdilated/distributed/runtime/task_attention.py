@@ -24,7 +24,7 @@ from flexdilated.distributed.runtime.schedule import RowRange, schedule
 
 
 class OutputGradients(NamedTuple):
-    """What a backward needs of some rows: their gradients, and the final output and lse (or a task's own)."""
+    """The gradients of output rows, with the final `out` and `lse` of these rows, or with a task's own."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -37,19 +37,19 @@ def _blocks(queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) ->
     """The kernel calls for some queries and keys, by row number: rectangles and, if causal, one square on the diagonal."""
     if not is_causal:
         return ((slice(*queries), slice(*keys), False),)
-    found = []
+    blocks = []
     if keys[0] < min(keys[1], queries[0]):
-        found.append((slice(*queries), slice(keys[0], min(keys[1], queries[0])), False))
+        blocks.append((slice(*queries), slice(keys[0], min(keys[1], queries[0])), False))
     low, high = max(keys[0], queries[0]), min(keys[1], queries[1])
     if low < high:
-        found.append((slice(low, high), slice(low, high), True))
+        blocks.append((slice(low, high), slice(low, high), True))
         if high < queries[1]:
-            found.append((slice(high, queries[1]), slice(low, high), False))
-    return tuple(found)
+            blocks.append((slice(high, queries[1]), slice(low, high), False))
+    return tuple(blocks)
 
 
 class TaskAttention:
-    """One call on one rank.
+    """The attention of one call on one rank.
 
     Args:
         inputs: Tensors of this rank's shard.
@@ -70,23 +70,23 @@ class TaskAttention:
 
     def empty_partials(self) -> list[tuple[Tensor, Tensor]]:
         """Per task, `(out, lse)` before any key: `(b lane) group row d` and `(b lane) group row`."""
-        found = []
-        for each in self.schedule.tasks:
-            task, buffers = each.task, self.buffers
+        partials = []
+        for scheduled in self.schedule.tasks:
+            task, buffers = scheduled.task, self.buffers
             shape = (buffers.batch * len(task.heads), buffers.group, task.queries[1] - task.queries[0])
             out = buffers.q.new_zeros((*shape, buffers.head_dim), dtype=buffers.sums)
-            found.append((out, buffers.q.new_full(shape, -torch.inf, dtype=buffers.sums)))
-        return found
+            partials.append((out, buffers.q.new_full(shape, -torch.inf, dtype=buffers.sums)))
+        return partials
 
     def keys_of(self, number: int, source: int | None) -> Sequence[RowRange]:
         """A task's keys in the shard of one rank; None: of all ranks."""
         keys = self.schedule.tasks[number].keys
-        return keys if source is None else [each for each in keys if each.rank == source]
+        return keys if source is None else [row_range for row_range in keys if row_range.rank == source]
 
     def attend(self, partials: Sequence[tuple[Tensor, Tensor]], source: int | None = None) -> None:
         """Attend to the keys of one rank, or of all, and merge the results into each task's partial `(out, lse)`."""
         for number, (out, lse) in enumerate(partials):
-            keys = self.schedule.tasks[number].keys if source is None else self.keys_of(number, source)
+            keys = self.keys_of(number, source)
             if not keys:
                 continue
             q = self.buffers.rows_of(self.schedule.tasks[number], self.buffers.q, self.buffers.q_rows)
@@ -96,25 +96,25 @@ class TaskAttention:
 
     def add_zero_keys(self, partials: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add torchscale's zero keys."""
-        for each, (out, lse) in zip(self.schedule.tasks, partials):
-            if each.task.zero_keys:
-                add_zero_keys_(out, lse, each.task.zero_keys)
+        for scheduled, (out, lse) in zip(self.schedule.tasks, partials):
+            if scheduled.task.zero_keys:
+                add_zero_keys_(out, lse, scheduled.task.zero_keys)
 
-    def differentiate(self, number: int, keys: Sequence[RowRange], given: OutputGradients, grads: Gradients) -> None:
+    def differentiate(self, number: int, keys: Sequence[RowRange], outputs: OutputGradients, grads: Gradients) -> None:
         """Add the gradients of a task and neighbouring ranges of its keys."""
         if not keys:
             return
-        task, sums, kernel = self.schedule.tasks[number], self.buffers.sums, self.loop.differentiating(given.dlse)
+        task, sums, kernel = self.schedule.tasks[number], self.buffers.sums, self.loop.differentiating(outputs.dlse)
         q = self.buffers.rows_of(task, self.buffers.q, self.buffers.q_rows)
         dq = torch.zeros_like(q, dtype=sums)
         shape = (q.shape[0], 1, keys[-1].end - keys[0].first, self.buffers.head_dim)
         dk, dv = (q.new_zeros(shape, dtype=sums) for _ in range(2))
         for rows, columns, k, v, options in self._calls(number, keys):
-            lse, dlse = for_backward(given.lse[:, :, rows], None if given.dlse is None else given.dlse[:, :, rows])
-            dout, out = given.dout[:, :, rows], given.out[:, :, rows]
+            lse, dlse = for_backward(outputs.lse[:, :, rows], None if outputs.dlse is None else outputs.dlse[:, :, rows])
+            dout, out = outputs.dout[:, :, rows], outputs.out[:, :, rows]
             terms = kernel.backward(dout, dlse, q[:, :, rows], k, v, out=out, lse=lse, options=options)
-            for total, term, at in zip((dq, dk, dv), terms, (rows, columns, columns)):
-                total[:, :, at] += term
+            for total, term, span in zip((dq, dk, dv), terms, (rows, columns, columns)):
+                total[:, :, span] += term
         grads.add_queries(task, self.buffers.unfolded(dq, task))
         grads.add_keys(task, keys, dk, dv)
 
@@ -123,8 +123,8 @@ class TaskAttention:
         task = self.schedule.tasks[number]
         k, v, ignored = self.buffers.keys(keys, task)
         first, origin = keys[0].first, task.task.queries[0]
-        for place, (rows, of, is_causal) in enumerate(_blocks(task.task.queries, (first, keys[-1].end), self.plan.is_causal)):
-            rows, columns = slice(rows.start - origin, rows.stop - origin), slice(of.start - first, of.stop - first)
+        for place, (rows, key_rows, is_causal) in enumerate(_blocks(task.task.queries, (first, keys[-1].end), self.plan.is_causal)):
+            rows, columns = slice(rows.start - origin, rows.stop - origin), slice(key_rows.start - first, key_rows.stop - first)
             options = Options(
                 is_causal=is_causal, scale=self.op_options.scale, ignored=None if ignored is None else ignored[:, columns]
             )

@@ -64,11 +64,11 @@ class GroupTransport:
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
         """As `Transport.swap`."""
-        parts = [(peer, message, True) for peer, message in sends.items() if message.numel()]
-        parts += [(peer, message, False) for peer, message in receives.items() if message.numel()]
-        assert all(message.is_contiguous() for _, message, _ in parts)
+        messages = [(peer, message, True) for peer, message in sends.items() if message.numel()]
+        messages += [(peer, message, False) for peer, message in receives.items() if message.numel()]
+        assert all(message.is_contiguous() for _, message, _ in messages)
         operations, headers = [], []
-        for peer, message, is_sent in parts:
+        for peer, message, is_sent in messages:
             make, rank = dist.isend if is_sent else dist.irecv, dist.get_global_rank(self._group, peer)
             operations.append(dist.P2POp(make, message, rank, self._group, self._tag))
             if not self._is_tagged:
@@ -81,10 +81,10 @@ class GroupTransport:
             for work in works:
                 with explained(self._call):
                     work.wait()
-            parts.clear()  # the tensors had to live until here
+            messages.clear()  # the tensors had to live until here
             if headers:
-                same = (torch.cat(headers) == self._tag).all()
-                said = "ranks must make the same calls of dilated_attention in the same order, got rows of another call"
-                torch._assert_async(same, said)
+                is_same = (torch.cat(headers) == self._tag).all()
+                text = "ranks must make the same calls of dilated_attention in the same order, got rows of another call"
+                torch._assert_async(is_same, text)
 
         return wait
