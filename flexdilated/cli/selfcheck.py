@@ -168,13 +168,15 @@ def _quietly_on_one_thread() -> Iterator[None]:
 
 
 @_quietly_on_one_thread()
-def self_check(device: torch.device, hardware: Hardware, *, tell: Callable[[str], None] = lambda what: None) -> list[Report]:
+def self_check(
+    device: torch.device, hardware: Hardware, *, report_progress: Callable[[str], None] = lambda progress: None
+) -> list[Report]:
     """Every engine that can run, in every dtype, on the cases that it accepts.
 
     Args:
         device: Where to compute.
         hardware: What the device is.
-        tell: Is told what comes next.
+        report_progress: Called with the next check in words.
     """
     cases = _cases()
     reports = []
@@ -187,7 +189,7 @@ def self_check(device: torch.device, hardware: Hardware, *, tell: Callable[[str]
             chosen = accepted[: COMPILED.get(engine.backend)]
             checks = []
             for number, case in enumerate(chosen, 1):
-                tell(f"{engine} in {spelled(dtype)}: {number} of {len(chosen)}")
+                report_progress(f"{engine} in {spelled(dtype)}: {number} of {len(chosen)}")
                 if case.name not in expected:
                     expected[case.name] = _differentiate(case, dtype, torch.device("cpu"), "reference")
                 checks.append(_check(case, dtype, device, engine, expected[case.name]))

@@ -122,8 +122,8 @@ def figure_of(picture: Panels) -> Figure:
     rows, columns = grid_of(len(panels))
     # Laid out in pixels.
     dpi = 160
-    wanted = {1: 840, 2: 560}.get(len(panels), 400)
-    side = cells * max(1, round(wanted / cells))
+    target_side = {1: 840, 2: 560}.get(len(panels), 400)
+    side = cells * max(1, round(target_side / cells))
     # Text grows with the picture, so that it is read on a narrow page too.
     zoom = min(max(1.0, columns * side / NARROW), max(1.0, side / (10.5 * picture.title_width)))
     line, small, low = round(26 * zoom), round(22 * zoom), round(28 * zoom)

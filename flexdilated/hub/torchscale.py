@@ -43,20 +43,20 @@ def replace_attention(model: nn.Module, *, apply_padding_mask: bool = False, bac
         ValueError: If there is no such module, the model itself is one, or, by its path, one is not self-attention, has lengths and
             rates that are no pattern, has hooks, or is `seq_parallel`. Nothing is changed then.
     """
-    found = find_modules(model, _is_dilated_attention)
-    if not found:
+    modules = find_modules(model, _is_dilated_attention)
+    if not modules:
         raise ValueError(f"model must hold a DilatedAttention of torchscale, got none in {type(model).__name__}")
-    if model in found:
+    if model in modules:
         raise ValueError("model must hold the DilatedAttention to replace, got one itself; use TorchscaleAttention(module)")
     places: dict[str, nn.Module] = {}
-    for module, paths in found.items():
+    for module, paths in modules.items():
         try:
             replacement = TorchscaleAttention(module, apply_padding_mask=apply_padding_mask, backend=backend)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{paths[0]!r}: {error}") from error
         places.update(dict.fromkeys(paths, replacement))
     put_modules(model, places)
-    return len(found)
+    return len(modules)
 
 
 class TorchscaleAttention(nn.Module):

@@ -388,11 +388,11 @@ class LongNetLM(nn.Module):
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous, and none in the memory of another: who ties layers finds them equal, and no longer tied."""
-    found, held = {}, set()
+    separate, storages = {}, set()
     for name, value in tensors.items():
         if hasattr(value, "full_tensor"):
             raise RuntimeError(f"state_dict must hold whole tensors, got a part of {name}; gather the weights of all ranks first")
         place = value.untyped_storage().data_ptr()
-        found[name] = value.clone(memory_format=torch.contiguous_format) if place in held else value.contiguous()
-        held.add(place)
-    return found
+        separate[name] = value.clone(memory_format=torch.contiguous_format) if place in storages else value.contiguous()
+        storages.add(place)
+    return separate
