@@ -135,15 +135,8 @@ def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
     forward, backward = cost_model.bytes_received(plan, exchange, rows=rows, **layer.sizes)
     kv, q, out = (rows[kind].received for kind in ("kv", "q", "out"))
     buffers = cost_model.buffer_bytes(plan, exchange, rows=rows, **layer.sizes)
-    return Strategy(
-        exchange,
-        None,
-        is_exact,
-        forward=forward,
-        backward=backward,
-        rows=_halved(2 * kv + (q + out) * layer.group),
-        buffers=buffers,
-    )
+    received = _halved(2 * kv + (q + out) * layer.group)
+    return Strategy(exchange, is_exact=is_exact, forward=forward, backward=backward, rows=received, buffers=buffers)
 
 
 def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
@@ -154,22 +147,11 @@ def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
     row = 2 * layer.head_dim * layer.itemsize * layer.batch
     # The sum of rank r's dK|dV starts at rank r + 1, so that a rank receives all but the one it starts.
     sums = (layer.tokens - np.roll(n, 1)) * layer.kv_heads
-    ring_buffers = np.full_like(n, 2 * local.max() * row * several)
-    ring = Strategy(
-        "ring-all", None, True, forward=remote * row, backward=(remote + sums) * row, rows=_halved(2 * remote), buffers=ring_buffers
-    )
-    gathered = (local + remote) * row * several
+    common: dict[str, Any] = {"forward": remote * row, "rows": _halved(2 * remote)}
+    ring_buffers, all_rows = np.full_like(n, 2 * local.max() * row * several), (local + remote) * row * several
     return [
-        ring,
-        Strategy(
-            "all-gather",
-            None,
-            True,
-            forward=remote * row,
-            backward=(layer.ranks - 1) * local * row,
-            rows=_halved(2 * remote),
-            buffers=gathered,
-        ),
+        Strategy("ring-all", backward=(remote + sums) * row, buffers=ring_buffers, **common),
+        Strategy("all-gather", backward=(layer.ranks - 1) * local * row, buffers=all_rows, **common),
     ]
 
 
@@ -185,9 +167,7 @@ def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
     backward = remote * heads + outgoing * (heads + 2 * kv_heads)
     # A rank sends of its shard what it receives of out, and the reverse.
     buffers = (remote + outgoing) * (2 * heads + 2 * kv_heads)
-    return Strategy(
-        "ulysses", None, True, forward=forward * row, backward=backward * row, rows=_halved(forward), buffers=buffers * row
-    )
+    return Strategy("ulysses", forward=forward * row, backward=backward * row, rows=_halved(forward), buffers=buffers * row)
 
 
 def _ulysses_pairs(layer: Layer) -> Counts:
