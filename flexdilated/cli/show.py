@@ -49,8 +49,7 @@ def show(
     heads: options.HeadsOption = 4,
     kv_heads: options.KvHeadsOption = None,
     tokens: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Sequence length in tokens.", show_default="the longest segment"),
+        int | None, typer.Option(min=1, metavar="N", help="Sequence length in tokens.", show_default="the longest segment")
     ] = None,
     causal: options.CausalOption = False,
     blocks: Annotated[

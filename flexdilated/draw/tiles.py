@@ -101,12 +101,7 @@ def head_tiles(
 
 
 def _look(
-    branches: Sequence[Kept],
-    distinct: tuple[Kept, ...],
-    num_tokens: int,
-    block_size: int,
-    group: int,
-    is_causal: bool,
+    branches: Sequence[Kept], distinct: tuple[Kept, ...], num_tokens: int, block_size: int, group: int, is_causal: bool
 ) -> tuple[Tally, NDArray[np.int64]]:
     """Numbers and cells of one head. Equal branches count once in the raw mask, and once each in the packed masks."""
     raw = _lists(distinct, num_tokens, block_size, is_causal)

@@ -139,13 +139,7 @@ class TimmAttention(nn.Module):
         return out
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False
     ) -> Tensor:
         """timm's call of `F.scaled_dot_product_attention`: heads before tokens, `dropout_p` that of its own module."""
         part: Any = self

@@ -34,11 +34,7 @@ from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 
 from flexdilated.attention import attend  # noqa: E402
 from flexdilated.backends import BACKENDS  # noqa: E402
-from flexdilated.core.call import (  # noqa: E402
-    EXCHANGES,
-    Call,
-    ScoreMod,
-)
+from flexdilated.core.call import EXCHANGES, Call, ScoreMod  # noqa: E402
 from flexdilated.core.pattern import DilatedPattern, Heads, Offsets  # noqa: E402
 
 __all__ = ["DilatedInnerAttention", "DilatedVarlenAttention", "dilated_flex", "dilated_varlen"]

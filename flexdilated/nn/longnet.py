@@ -196,12 +196,7 @@ class LongNetLM(nn.Module):
         return F.linear(x, self.embedding(torch.arange(self.config.vocab_size, device=x.device)))
 
     def make_caches(
-        self,
-        batch_size: int,
-        *,
-        max_length: int | None = None,
-        dtype: torch.dtype | None = None,
-        mesh: DeviceMesh | None = None,
+        self, batch_size: int, *, max_length: int | None = None, dtype: torch.dtype | None = None, mesh: DeviceMesh | None = None
     ) -> tuple[DilatedKVCache, ...]:
         """An empty key/value cache for each layer, on the model's device.
 

@@ -145,12 +145,7 @@ class XPos(Rotary):
         self.common_period = math.lcm(*lengths)
 
     def forward(
-        self,
-        positions: Tensor,
-        *,
-        length: int | None = None,
-        cu_seqlens: Tensor | None = None,
-        dtype: torch.dtype | None = None,
+        self, positions: Tensor, *, length: int | None = None, cu_seqlens: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Rotation:
         """The rotation of `(N,)` positions, with the decay in it.
 

@@ -62,14 +62,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         setattr(keys, LAYER, self)
         return keys, value_states
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        real: Tensor | None,
-        call: Call,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, call: Call) -> Tensor:
         """Attention of the tokens of the last update, `(B, T, H, D)`, over all that the layer has seen.
 
         Args:

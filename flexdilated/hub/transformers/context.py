@@ -32,21 +32,8 @@ HIDDEN = (
 # Families, each with a `ForCausalLM`, of which shards gave the logits and losses of the whole; gpt2's is `GPT2LMHeadModel`.
 FAMILIES = (
     *("Arcee", "Cohere", "DeepseekV3", "DiffLlama", "Ernie4_5", "Exaone4", "GPTNeoX", "Gemma", "Gemma2", "Gemma3", "Glm", "Glm4"),
-    *(
-        "GptOss",
-        "Granite",
-        "Helium",
-        "HunYuanDenseV1",
-        "Llama",
-        "LongNet",
-        "Mistral",
-        "Mixtral",
-        "Nemotron",
-        "Olmo",
-        "Olmo2",
-        "Phi",
-    ),
-    *("Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2"),
+    *("GptOss", "Granite", "Helium", "HunYuanDenseV1", "Llama", "LongNet", "Mistral", "Mixtral", "Nemotron", "Olmo", "Olmo2"),
+    *("Phi", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2"),
 )
 MODELS = {"GPT2LMHeadModel", *(f"{family}ForCausalLM" for family in FAMILIES)}
 

@@ -41,23 +41,9 @@ REFUSED = {
 
 # Options that leave the attention as it is, or are read here. Models hand on whatever they were called with.
 KNOWN = {
-    "cache_position",
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
-    "deterministic",
-    "logits_to_keep",
-    "max_length_k",
-    "max_length_q",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "return_dict",
-    "seq_idx",
-    "shard_lengths",
-    "shift_labels",
-    "token_type_ids",
-    "use_cache",
+    *("cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "position_ids", "seq_idx"),
+    *("deterministic", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("shard_lengths", "shift_labels", "token_type_ids", "use_cache"),
 }
 
 
@@ -256,13 +242,7 @@ def _refuse_with_cache(borders: Tensor | None, call: Call) -> None:
 
 
 def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    borders: Tensor | None,
-    shard: HeadShard | None,
-    call: Call,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders: Tensor | None, shard: HeadShard | None, call: Call
 ) -> Tensor:
     """Some queries over all keys of a cache, `(B, queries, H, D)`, by the pattern's rule on their positions.
 
