@@ -151,9 +151,9 @@ def read(output: Path | None, settings: Settings, corpus: Corpus, *, overwrite: 
     report: dict[str, Any] = json.loads(output.read_text())
     if overwrite and (report["settings"], report["text"]) != (common, text):
         return empty
-    for name, mine in (("settings", common), ("text", text)):
-        if report[name] != mine:
-            raise UserError(f"--output must hold runs of the same {name}={report[name]}, got {mine}; use another or --overwrite")
+    for name, current in (("settings", common), ("text", text)):
+        if report[name] != current:
+            raise UserError(f"--output must hold runs of the same {name}={report[name]}, got {current}; use another or --overwrite")
     return report
 
 

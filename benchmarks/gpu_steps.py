@@ -375,8 +375,8 @@ def tables(report: Report) -> Iterator[Table]:
         entries = [entry for entry in report["checks"] if (entry["engine"], entry["form"]) == (engine, form)]
         bad = [f"{entry['case']}: {entry['found']}" for entry in entries if entry["found"].startswith(WRONG)]
         right = sum(entry["found"] == "right" for entry in entries)
-        said = f"{right} of {len(entries)} cases right" if right else entries[0]["found"][:200]
-        checks.add_row(engine, form, f"[red]{len(bad)} of {len(entries)} cases not right: {bad[0][:200]}[/]" if bad else said)
+        verdict = f"{right} of {len(entries)} cases right" if right else entries[0]["found"][:200]
+        checks.add_row(engine, form, f"[red]{len(bad)} of {len(entries)} cases not right: {bad[0][:200]}[/]" if bad else verdict)
     yield checks
     for key, caption in (("dense", RATES), ("measurements", f"{RATES}; peak memory as a multiple of q, k, v, out and gradients")):
         names = list(dict.fromkeys(m["engine"] for m in report[key]))

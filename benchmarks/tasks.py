@@ -74,8 +74,8 @@ def sliding_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor
 
     Blocks of `BLOCK` queries score the keys of their own block and of the block before; `window` is at most `BLOCK + 1`.
     """
-    num_tokens, more = q.shape[1], -q.shape[1] % BLOCK
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)).unflatten(1, (-1, BLOCK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))
+    num_tokens, padding = q.shape[1], -q.shape[1] % BLOCK
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, BLOCK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))
     k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # (B, H, blocks, 2 BLOCK, D)
     distance = BLOCK + torch.arange(BLOCK)[:, None] - torch.arange(2 * BLOCK)
     hidden = ((distance < 0) | (distance >= window)).repeat(q.shape[2], 1, 1)

@@ -135,9 +135,9 @@ def assert_shard_rows_match_definition(
         q = x.q[0, local, head].double().requires_grad_(True)
         k, v = x.q.new_empty(2, len(keys), HEAD_DIM, dtype=torch.float64)
         for peer in keys.div(length, rounding_mode="floor").unique().tolist():
-            theirs = shard_inputs(peer, length)
+            peer_inputs = shard_inputs(peer, length)
             is_local = (keys >= peer * length) & (keys < (peer + 1) * length)
-            k[is_local], v[is_local] = (t[0, keys[is_local] - peer * length, head].double() for t in (theirs.k, theirs.v))
+            k[is_local], v[is_local] = (t[0, keys[is_local] - peer * length, head].double() for t in (peer_inputs.k, peer_inputs.v))
         row = torch.softmax(k @ q * HEAD_DIM**-0.5, dim=0) @ v
         dq = torch.autograd.grad(row, q, x.dout[0, local, head].double())[0]
         compared.append((results.out[0, local, head], row.detach(), results.dq[0, local, head], dq))

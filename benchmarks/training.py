@@ -69,11 +69,11 @@ def measure(kind: str, num_tokens: int, options: argparse.Namespace) -> dict[str
     """Seconds of a step and the most memory, or why there are none."""
     on_gpu = options.device == "cuda"
     dense = kind == "dense"
-    around: AbstractContextManager[object] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if dense and on_gpu else nullcontext()
+    kernel_choice: AbstractContextManager[object] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if dense and on_gpu else nullcontext()
     pattern = DENSE if dense else DilatedPattern.longnet()
     record: dict[str, Any] = {"attention": kind, "tokens": num_tokens}
     try:
-        with around:
+        with kernel_choice:
             model = build(pattern, "sdpa" if dense else options.backend, options)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             tokens = torch.randint(VOCAB, (1, num_tokens), device=options.device)

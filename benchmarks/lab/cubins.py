@@ -271,14 +271,19 @@ def _dump(cubin: bytes, flag: str) -> str:
         return subprocess.run([str(tool), flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def faults(config: Config, cost: Cost, most_spills: int | None) -> Iterator[str]:
-    """What is wrong with a kernel; `most_spills` is None where nothing is kept of it."""
+def memory_faults(level: int, spills: int, shared: int, most_spills: int | None) -> Iterator[str]:
+    """Too many spilled stores or bytes of shared memory; `most_spills` is None where nothing is kept of the kernel."""
     if most_spills is None:
         yield "is not kept: --write keeps it"
-    elif cost.spills > most_spills:
-        yield f"spills {cost.spills} stores, more than the {most_spills} kept"
-    if cost.shared > SHARED_MEMORY[config.level]:
-        yield f"takes {cost.shared} bytes of shared memory, more than {SHARED_MEMORY[config.level]}"
+    elif spills > most_spills:
+        yield f"spills {spills} stores, more than the {most_spills} kept"
+    if shared > SHARED_MEMORY[level]:
+        yield f"takes {shared} bytes of shared memory, more than {SHARED_MEMORY[level]}"
+
+
+def faults(config: Config, cost: Cost, most_spills: int | None) -> Iterator[str]:
+    """What is wrong with a kernel."""
+    yield from memory_faults(config.level, cost.spills, cost.shared, most_spills)
     if cost.tensor_columns > TENSOR_MEMORY:
         yield f"takes {cost.tensor_columns} columns of tensor memory, more than {TENSOR_MEMORY}"
     if cost.serialised:
@@ -301,20 +306,20 @@ def configs(
     On sm_90 everything without a mask, too.
     """
     for kernel, level, head_dim, dtype in itertools.product(kernels, levels, head_dims, dtypes):
-        usual = head_dim in USUAL_HEAD_DIMS
-        if dtype != "tf32" or (usual and kernel not in PASSES):
+        is_usual = head_dim in USUAL_HEAD_DIMS
+        if dtype != "tf32" or (is_usual and kernel not in PASSES):
             yield Config(kernel, level, head_dim, dtype, "causal")
         for asked, constants in ASKED.items() if dtype == "bf16" and kernel not in PASSES else ():
             config = Config(kernel, level, head_dim, dtype, asked)
-            takes = not any(name in constants and kernel != only for name, only in ONLY.items())
-            describes = level >= DESCRIBING_LEVEL or asked != DESCRIBING
+            is_possible = not any(name in constants and kernel != only for name, only in ONLY.items())
+            has_descriptors = level >= DESCRIBING_LEVEL or asked != DESCRIBING
             if "SUMS" in constants:
-                takes = takes and head_dim <= MOST_SUMMED
+                is_possible = is_possible and head_dim <= MOST_SUMMED
             if constants.keys() & {"CAUSAL", "HOST", "SUMS"}:
-                is_selected, takes = asked not in FOR_DESCRIPTORS, takes and TENSOR_CORES.get(level) == "HGMMA"
+                is_selected, is_possible = asked not in FOR_DESCRIPTORS, is_possible and TENSOR_CORES.get(level) == "HGMMA"
             else:
-                is_selected = usual and describes and asked not in FOR_DESCRIPTORS
-            if constants and takes and (is_selected or chosen_tiles(config).described):
+                is_selected = is_usual and has_descriptors and asked not in FOR_DESCRIPTORS
+            if constants and is_possible and (is_selected or chosen_tiles(config).described):
                 yield config
 
 

@@ -89,11 +89,11 @@ def calls(form: Form, head_dim: int) -> Iterator[tuple[Tensor, Tensor]]:
         return
     q, k = (torch.empty(1, NUM_TOKENS, heads, head_dim, device="meta") for heads in (HEADS, kv_heads))
     yield q.transpose(1, 2), k.transpose(1, 2)
-    apart = form.group > 1
+    has_groups = form.group > 1
     for piece in plan_pieces(DilatedPattern.longnet(), ((0, NUM_TOKENS),), kv_heads, form.is_causal):
-        for part in view_parts(piece, 1, NUM_TOKENS, form.group, GRID_LIMIT, offsets_apart=apart):
+        for part in view_parts(piece, 1, NUM_TOKENS, form.group, GRID_LIMIT, offsets_apart=has_groups):
             boxes = box(q, piece, group=form.group)[part], box(k, piece)[part]
-            some_q, some_k = (fold_view(x, offsets_apart=apart) for x in boxes)
+            some_q, some_k = (fold_view(x, offsets_apart=has_groups) for x in boxes)
             assert some_q is not None
             assert some_k is not None
             yield some_q, some_k

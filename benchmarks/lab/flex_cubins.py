@@ -174,7 +174,7 @@ def table(entries: list[dict[str, Any]]) -> str:
     for e in entries:
         pairs.setdefault((e["level"], e["head_dim"], e["layout"], e["direction"]), {})[e["tiles_by"]] = e
     for (level, head_dim, layout, direction), by in pairs.items():
-        rows = {whose: _row(by[whose]) for whose in ("torch", "flexdilated")}
+        rows = {owner: _row(by[owner]) for owner in ("torch", "flexdilated")}
         if len(set(rows.values())) > 1:
             lines.append(f"| sm_{level} | {head_dim} | {layout} | {direction} | {' | '.join(rows.values())} |")
     return "\n".join(lines)
@@ -186,13 +186,8 @@ def _row(e: dict[str, Any]) -> str:
 
 
 def faults(config: Config, cost: Cost, most_spills: int | None) -> Iterator[str]:
-    """What is wrong with a kernel that has our tiles; `most_spills` is None where nothing is kept of it."""
-    if most_spills is None:
-        yield "is not kept: --write keeps it"
-    elif cost.spills > most_spills:
-        yield f"spills {cost.spills} stores, more than the {most_spills} kept"
-    if cost.shared > SHARED_MEMORY[config.level]:
-        yield f"takes {cost.shared} bytes of shared memory, more than {SHARED_MEMORY[config.level]}"
+    """What is wrong with a kernel that has our tiles."""
+    return cubins.memory_faults(config.level, cost.spills, cost.shared, most_spills)
 
 
 def write(entries: list[dict[str, Any]]) -> None:

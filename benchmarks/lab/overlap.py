@@ -111,13 +111,13 @@ def run(exchange: str, tokens: int, delays: tuple[float, float]) -> tuple[float,
     def work_of(rank: int) -> TaskAttention:
         return TaskAttention(Inputs(*parts[rank][:3]), flat=call.flat(), plan=plan, exchange=exchange, rank=rank)
 
-    def ahead(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
+    def run_forward(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
         def work(rank: int) -> None:
             outs[rank] = context_forward(work_of(rank), transport(rank))
 
         return work
 
-    def back(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
+    def run_backward(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
         def work(rank: int) -> None:
             out, lse, received = outs[rank]
             gradients = OutputGradients(dout=parts[rank][3], dlse=None, out=out, lse=lse)
@@ -126,7 +126,7 @@ def run(exchange: str, tokens: int, delays: tuple[float, float]) -> tuple[float,
         return work
 
     durations = []
-    for pass_, delay in zip((ahead, back), delays):
+    for pass_, delay in zip((run_forward, run_backward), delays):
         mail = SlowMail(delay)
         begin = time.perf_counter()
         run_ranks(RANKS, pass_(lambda rank, mail=mail: SimulatedTransport(rank, mail)))

@@ -155,11 +155,11 @@ def _kinds(branches: tuple[Together, ...], num_tokens: int) -> Integers:
         members.append(np.where(np.isin(residue, offsets), num_cliques + segment * rate + residue, -1))
         num_cliques += (-(-num_tokens // length)) * rate
     kinds = np.unique(np.stack(members, axis=1), axis=0)
-    used, named = np.unique(kinds, return_inverse=True)
-    named = named.reshape(kinds.shape) - (used[0] == -1)
+    used, numbered = np.unique(kinds, return_inverse=True)
+    numbered = numbered.reshape(kinds.shape) - (used[0] == -1)
     if len(used) > MAX_CLIQUES:
         raise _too_many("segments and offsets", len(used), MAX_CLIQUES, branches)
-    return named
+    return numbered
 
 
 def _farthest(members: Integers) -> int | None:

@@ -123,13 +123,13 @@ def count_common(branches: Sequence[Kept], num_tokens: int) -> Integers:
         origin = start // length * length + offset
         common = math.gcd(step, rate)
         gap = origin - first
-        apart = gap // common
+        quotient = gap // common
         if common > 1:
-            none |= apart * common != gap
+            none |= quotient * common != gap
         reduced_rate = rate // common
         inverse = pow(step // common, -1, reduced_rate) if reduced_rate > 1 else 0
         # The inner product stays below rate * rate, the outer one below the least common multiple.
-        first = first + step * _modulo(_modulo(apart, reduced_rate) * inverse, reduced_rate)
+        first = first + step * _modulo(_modulo(quotient, reduced_rate) * inverse, reduced_rate)
         step *= reduced_rate
         first = _modulo(first, step)
     first_kept = start + _modulo(first - start, step)

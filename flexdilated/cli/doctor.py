@@ -171,11 +171,11 @@ def _engine_table(hardware: Hardware) -> Table:
         reasons = _reasons(engine, hardware)
         cells = []
         for dtype in DTYPES.values():
-            able = [call for call in CALLS if reasons[dtype, call] is None]
-            if not able and engine.why_not(_request(hardware, dtype, "plain", trains=False)) is None:
-                able = ["inference"]
+            calls = [call for call in CALLS if reasons[dtype, call] is None]
+            if not calls and engine.why_not(_request(hardware, dtype, "plain", trains=False)) is None:
+                calls = ["inference"]
             cells.append(
-                Text("yes", "green") if len(able) == len(CALLS) else Text("\n".join(able) or "no", "yellow" if able else "dim")
+                Text("yes", "green") if len(calls) == len(CALLS) else Text("\n".join(calls) or "no", "yellow" if calls else "dim")
             )
         table.add_row(str(engine), *cells, Text(_why(reasons)))
     return table

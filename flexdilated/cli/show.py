@@ -77,8 +77,8 @@ def show(
     kv_heads = options.kv_heads_named(heads, kv_heads)
     if kv_heads > MAX_HEADS:
         refuse(f"--heads must be at most {MAX_HEADS} key/value heads, one panel each, got {kv_heads}")
-    named, default = (segment_lengths, dilation_rates, preset), options.EXAMPLE if blocks else SMALL
-    pattern = options.pattern_named(*named, default=default, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
+    pattern_options, default = (segment_lengths, dilation_rates, preset), options.EXAMPLE if blocks else SMALL
+    pattern = options.pattern_named(*pattern_options, default=default, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
     longest = max(pattern.segment_lengths)
     num_tokens = (min(longest, DEFAULT_BLOCK_TOKENS) if blocks else longest) if tokens is None else tokens
     name, console = None if preset is None else NAMES[preset], Console()

@@ -70,9 +70,9 @@ def block_panels(
     groups = head_tiles(pattern, num_tokens, num_heads, block_size, group, is_causal=is_causal)
     panels = []
     for heads, tally, cells in groups:
-        words = [f"{tally.density} visited", f"waste: raw {tally.waste_raw}, packed {tally.waste_packed}"]
+        lines = [f"{tally.density} visited", f"waste: raw {tally.waste_raw}, packed {tally.waste_packed}"]
         # More outlines than these would hide the tiles.
-        panels.append(head_panel(pattern, heads, num_heads, cells, words, shortest=-(-num_tokens // 64)))
+        panels.append(head_panel(pattern, heads, num_heads, cells, lines, shortest=-(-num_tokens // 64)))
     labels = {Cell.NONE: "not visited", Cell.VISITED: "partial", Cell.FULL: "full"}
     if group > 1:
         labels = {

@@ -55,13 +55,13 @@ def head_panel(
     heads: Sequence[int],
     num_heads: int,
     cells: NDArray[np.int64],
-    words: Sequence[str],
+    lines: Sequence[str],
     *,
     shortest: int = 1,
 ) -> Panel:
     """The panel of heads that are equal, with segments of at least `shortest` tokens outlined."""
     lengths = [branch.length for branch in pattern.kept(heads[0], num_heads, "pictures")]
-    title = [_head_title(pattern, heads, num_heads), *map(_unbroken, words)]
+    title = [_head_title(pattern, heads, num_heads), *map(_unbroken, lines)]
     return Panel(title, cells, [length for length in lengths if length >= shortest])
 
 

@@ -329,7 +329,7 @@ class LongNetLM(nn.Module):
         path.mkdir(parents=True, exist_ok=True)
         weights, config = path / (WEIGHTS_FILE + ".part"), path / (CONFIG_FILE + ".part")
         try:
-            save_file(_apart(self.state_dict()), weights)
+            save_file(_without_aliases(self.state_dict()), weights)
             config.write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
             sync(weights)
             sync(config)
@@ -381,7 +381,7 @@ class LongNetLM(nn.Module):
         return model.to(device=device, dtype=dtype).eval()
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous, and none in the memory of another: who ties layers finds them equal, and no longer tied."""
     separate, storages = {}, set()
     for name, value in tensors.items():

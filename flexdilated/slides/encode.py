@@ -115,14 +115,14 @@ def encode_slides(
     reads = (_read_slide(model, name, path, reading or Reading()) for name, path in slides.items())
     packs = _packs(reads, token_budget)
     with ThreadPoolExecutor(1, thread_name_prefix="slides") as reader:
-        ahead: Future[list[_ReadSlide | FailedSlide] | None] = reader.submit(next, packs, None)
+        next_pack: Future[list[_ReadSlide | FailedSlide] | None] = reader.submit(next, packs, None)
         while True:
             start = time.perf_counter()
-            pack = ahead.result()
+            pack = next_pack.result()
             clock.reading += time.perf_counter() - start
             if pack is None:
                 return
-            ahead = reader.submit(next, packs, None)
+            next_pack = reader.submit(next, packs, None)
             start = time.perf_counter()
             results = _results(model, pack, all_layers, tiles, storage)
             del pack  # its tiles need not wait for the consumer

@@ -260,14 +260,14 @@ def _read_metadata(meta: Path) -> dict[str, Any]:
         raise SlideError(f"must have whole metadata in '{meta.name}': {_first_line(error)}") from None
 
 
-def _table_of(meta: Path, said: Mapping[str, Any], coords_folder: Path | None) -> Path:
+def _table_of(meta: Path, metadata: Mapping[str, Any], coords_folder: Path | None) -> Path:
     """slide2vec keeps coordinates in files of their own, which the embeddings' metadata name by the paths of the time."""
-    named = Path(str(said.get("coordinates_npz_path") or f"{meta.name.removesuffix('.meta.json')}.coordinates.npz"))
-    folders = [coords_folder, named.parent, *(meta.parent.parent / name for name in ("tiles", "coordinates")), meta.parent]
-    table = next((p for folder in folders if folder is not None and (p := folder / named.name).is_file()), None)
+    table_path = Path(str(metadata.get("coordinates_npz_path") or f"{meta.name.removesuffix('.meta.json')}.coordinates.npz"))
+    folders = [coords_folder, table_path.parent, *(meta.parent.parent / name for name in ("tiles", "coordinates")), meta.parent]
+    table = next((p for folder in folders if folder is not None and (p := folder / table_path.name).is_file()), None)
     if table is None:
         raise SlideError(
-            f"must have its coordinates where '{meta.name}' says, got no file '{named}'; give their folder as --coords"
+            f"must have its coordinates where '{meta.name}' says, got no file '{table_path}'; give their folder as --coords"
         )
     return table
 
@@ -323,10 +323,12 @@ def _micrometres(attributes: Mapping[str, Any]) -> float | None:
         return None
     if text != MICROMETRES:
         raise SlideError(f"unit must be {MICROMETRES} or px, got {text!r}; write coordinates in pixels of level 0, without a unit")
-    said = [attributes[name] for name in ("tile_size_um", "tile_size") if name in attributes]
-    side = next((size for size in map(_number, said) if size is not None), None)
+    sizes = [attributes[name] for name in ("tile_size_um", "tile_size") if name in attributes]
+    side = next((size for size in map(_number, sizes) if size is not None), None)
     if side is None:
-        raise SlideError(f"tile_size_um must be a number above 0 beside the unit {MICROMETRES}, got {said[0] if said else 'none'}")
+        raise SlideError(
+            f"tile_size_um must be a number above 0 beside the unit {MICROMETRES}, got {sizes[0] if sizes else 'none'}"
+        )
     return side
 
 
@@ -351,12 +353,12 @@ def _tile_side(attributes: Mapping[str, Any], side_option: float | None) -> floa
     CLAM steps by the whole part of the downsample, which is 4.00003 for one slide and 4 for another. With `custom_downsample` a
     patch is that many times as wide, as TRIDENT reads it; some tools write the wide patch itself, so a side that is given counts.
     """
-    said = attributes.get("patch_size_level0")
-    side = _number(said)
+    attribute = attributes.get("patch_size_level0")
+    side = _number(attribute)
     if side is not None:
         return side
-    if side_option is None and said is not None and _values(said):
-        raise SlideError(f"patch_size_level0 must be a number above 0, got {said}; give --tile-size-level0")
+    if side_option is None and attribute is not None and _values(attribute):
+        raise SlideError(f"patch_size_level0 must be a number above 0, got {attribute}; give --tile-size-level0")
     size, downsample = _number(attributes.get("patch_size")), _downsample(attributes)
     step = _number(np.floor(downsample)) if isinstance(downsample, (np.ndarray, np.number, int, float)) else None
     custom = _number(attributes.get("custom_downsample")) or 1.0
@@ -367,12 +369,12 @@ def _tile_side(attributes: Mapping[str, Any], side_option: float | None) -> floa
 
 def _slide_size(attributes: Mapping[str, Any]) -> tuple[float, float] | None:
     """Width and height at level 0: TRIDENT's, or CLAM's at its level times the downsampling factor."""
-    said: list[object] = [attributes.get(f"level0_{name}") for name in ("width", "height")]
+    sizes: list[object] = [attributes.get(f"level0_{name}") for name in ("width", "height")]
     with suppress(TypeError, ValueError):
-        if said == [None, None]:
+        if sizes == [None, None]:
             level = [np.asarray(value, np.float64) for value in (attributes.get("level_dim"), _downsample(attributes))]
-            said = np.multiply(*level).tolist() if level[0].shape == (2,) else said
-    width, height = (_number(size) for size in said)
+            sizes = np.multiply(*level).tolist() if level[0].shape == (2,) else sizes
+    width, height = (_number(size) for size in sizes)
     return None if width is None or height is None else (width, height)
 
 

@@ -90,9 +90,9 @@ def why_shared(coords: Tensor, side: float) -> str | None:
     occupied, step = len(cells_of(coords, side).unique(dim=0)), grid_step(coords)
     if occupied == len(coords):
         return None
-    apart = "" if step is None else f"; neighbours are {step} apart"
+    distance = "" if step is None else f"; neighbours are {step} apart"
     return (
-        f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where they cannot be told apart{apart}: "
+        f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where they cannot be told apart{distance}: "
         "multiply numbers of tiles, or pixels of another level, to get pixels of level 0; check --tile-size-level0; for tiles that "
         "overlap use --shared-cells"
     )

@@ -188,15 +188,15 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, coun
     if len({of_rank for *_, of_rank in gathered}) > 1:
         counts = ", ".join(f"{of_rank:g} on rank {rank}" for rank, (*_, of_rank) in zip(ranks[:MOST_ITEMS], gathered))
         raise ValueError(f"num_items_in_batch must be the number of labels of all ranks {SHARDED}, the same on each, got {counts}")
-    shards = [(rank, first, behind) for rank, (first, behind, _) in zip(ranks, gathered) if None not in (first, behind)]
-    for (left_rank, _, behind), (right_rank, first, _) in pairwise(shards):
-        if len(behind) != len(first) or any(a != b and not (packed and a == IGNORED) for a, b in zip(behind, first)):
+    shards = [(rank, first, following) for rank, (first, following, _) in zip(ranks, gathered) if None not in (first, following)]
+    for (left_rank, _, following), (right_rank, first, _) in pairwise(shards):
+        if len(following) != len(first) or any(a != b and not (packed and a == IGNORED) for a, b in zip(following, first)):
             raise ValueError(
-                f"labels must be those of one sequence in shards {SHARDED}, got shift_labels that end in {behind} on rank "
+                f"labels must be those of one sequence in shards {SHARDED}, got shift_labels that end in {following} on rank "
                 f"{left_rank}, labels that begin with {first} on rank {right_rank}; cut one batch of all ranks, as Trainer's is "
                 "not, by flexdilated.distributed.shard_sequence"
             )
-    return len(shards) < 2 or any(label != IGNORED for _, _, behind in shards[:-1] for label in behind)
+    return len(shards) < 2 or any(label != IGNORED for _, _, following in shards[:-1] for label in following)
 
 
 def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:

@@ -224,10 +224,10 @@ def _refuse_other_tokens(module: nn.Module, config: Any) -> None:
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad values or keys with zeros to one head dim, which changes no score and no output."""
-    more = k.shape[3] - v.shape[3]
-    if more >= 0:
-        return q, k, F.pad(v, (0, more)) if more else v
-    return F.pad(q, (0, -more)), F.pad(k, (0, -more)), v
+    missing = k.shape[3] - v.shape[3]
+    if missing >= 0:
+        return q, k, F.pad(v, (0, missing)) if missing else v
+    return F.pad(q, (0, -missing)), F.pad(k, (0, -missing)), v
 
 
 def _refuse_with_cache(borders: Tensor | None, call: Call) -> None:
@@ -315,12 +315,12 @@ def _capped(softcap: float) -> ScoreMod:
 
 
 def _is_causal(module: nn.Module, config: Any) -> bool:
-    said = [value for value in (getattr(module, "is_causal", None), getattr(config, "is_causal", None)) if value is not None]
-    if not said:  # the library's own function would take it as causal; its models without the attribute are encoders
+    flags = [value for value in (getattr(module, "is_causal", None), getattr(config, "is_causal", None)) if value is not None]
+    if not flags:  # the library's own function would take it as causal; its models without the attribute are encoders
         raise NotImplementedError(
             f"{type(module).__name__} must have is_causal with {NAME!r} attention, got none: nothing tells encoder from decoder"
         )
-    return all(said)
+    return all(flags)
 
 
 def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None, layer: DilatedCacheLayer | None) -> int:

@@ -144,10 +144,10 @@ def _documents(mask_function: Callable[..., Tensor], batch_size: int, num_tokens
     rows = torch.arange(batch_size, device=device)[:, None]
     later = torch.arange(1, num_tokens, device=device)[None]
     joined = mask_function(rows, zero, later, later - 1).expand(batch_size, -1)
-    ahead = mask_function(rows, zero, later - 1, later).any()
+    sees_later = mask_function(rows, zero, later - 1, later).any()
     if torch.compiler.is_compiling():
-        torch._assert_async(~ahead, "mask functions must be causal or bidirectional with flexdilated attention")
-    elif bool(ahead):
+        torch._assert_async(~sees_later, "mask functions must be causal or bidirectional with flexdilated attention")
+    elif bool(sees_later):
         raise NotImplementedError(
             f"mask functions must be causal or bidirectional with {NAME!r} attention, got one that looks ahead"
         )
