@@ -65,19 +65,21 @@ def main(arguments: list[str] | None = None) -> int:
     if options.keep and any(benchmark["extra_info"].get("quick") for benchmark in run["benchmarks"]):
         parser.error("--keep must come with a run at full size, this one was --quick")
     path = options.results / f"{device_class}.json"
-    kept: Entries = json.loads(path.read_text())["measurements"] if path.exists() else {}
+    baseline: Entries = json.loads(path.read_text())["measurements"] if path.exists() else {}
 
     console = Console()
-    console.print(table(device_class, measured, kept))
-    lost = sorted(name for name, entry in measured.items() if loss(entry, kept.get(name)) > ALLOWED_LOSS)
+    console.print(table(device_class, measured, baseline))
+    lost = sorted(name for name, entry in measured.items() if loss(entry, baseline.get(name)) > ALLOWED_LOSS)
     for name in lost:
-        console.print(f"{name}: {loss(measured[name], kept[name]):.0%} worse than kept", style="red", soft_wrap=True, markup=False)
+        console.print(
+            f"{name}: {loss(measured[name], baseline[name]):.0%} worse than kept", style="red", soft_wrap=True, markup=False
+        )
     if not options.keep:
         return 1 if lost else 0
-    kept = dict(sorted((kept | measured).items()))
+    baseline = dict(sorted((baseline | measured).items()))
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as file:
-        file.write((json.dumps({"device_class": device_class, "measurements": kept}, indent=2) + "\n").encode())
+        file.write((json.dumps({"device_class": device_class, "measurements": baseline}, indent=2) + "\n").encode())
     console.print(f"kept in {path}", soft_wrap=True, markup=False)
     return 0
 
@@ -107,11 +109,11 @@ def read_run(run: dict[str, Any]) -> tuple[str, Entries]:
     return classes.pop(), entries
 
 
-def loss(entry: dict[str, Any], kept: dict[str, Any] | None) -> float:
+def loss(entry: dict[str, Any], baseline: dict[str, Any] | None) -> float:
     """By how much a ratio is worse than the kept one, 0.2 for 20 %; below 0 where it is better. A crossover is no ratio: 0."""
-    if kept is None or "value" not in entry:
+    if baseline is None or "value" not in entry:
         return 0.0
-    return shortfall(entry["value"], kept["value"], entry["better"])
+    return shortfall(entry["value"], baseline["value"], entry["better"])
 
 
 def shortfall(value: float, goal: float, better: str) -> float:
@@ -129,14 +131,14 @@ def verdict(entry: dict[str, Any]) -> str:
     return "target met" if missed <= 0 else f"target missed by {missed:.1%}"
 
 
-def table(device_class: str, measured: Entries, kept: Entries) -> Table:
+def table(device_class: str, measured: Entries, baseline: Entries) -> Table:
     """Every measurement of the run beside what is kept."""
     result = Table("measurement", title=device_class)
     for column in ("ratio", "kept", "target", "worse by"):
         result.add_column(column, justify="right", no_wrap=True)
     result.add_column("verdict")
     for name, entry in measured.items():
-        before = kept.get(name)
+        before = baseline.get(name)
         if "value" not in entry:
             shown = [crossover(entry), "" if before is None else crossover(before), "", ""]
         else:

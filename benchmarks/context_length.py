@@ -98,34 +98,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
 
-    given = {
+    overrides = {
         name: getattr(options, name)
         for name in ("seeds", "steps", "bytes_per_step", "layers", "embed_dim")
         if getattr(options, name) is not None
     }
     if options.lengths:
-        given["lengths"] = tuple(options.lengths)
+        overrides["lengths"] = tuple(options.lengths)
     output = options.output or (None if options.quick else RESULTS)
     try:
-        settings = replace(QUICK if options.quick else FULL, **given)
+        settings = replace(QUICK if options.quick else FULL, **overrides)
         corpora = {length: load_corpus(options.text, length) for length in settings.lengths}
         report = read(output, settings, corpora[settings.lengths[0]], overwrite=options.overwrite)
         report["command"] = shlex.join(
             ["python", "-m", "benchmarks.context_length", *(sys.argv[1:] if arguments is None else arguments)]
         )
-        done = {Cell(run["attention"], run["length"], run["seed"]) for run in report["runs"]}
+        finished = {Cell(run["attention"], run["length"], run["seed"]) for run in report["runs"]}
         start = time.monotonic()
         for cell in cells(settings):
-            if cell in done:
+            if cell in finished:
                 continue
             if time.monotonic() - start > 60 * options.minutes:
                 print(f"{options.minutes:g} minutes are over; the same command goes on")
                 break
-            found = run(cell, settings, corpora[cell.length], options.folder, options.device)
-            if found is None:
+            result = run(cell, settings, corpora[cell.length], options.folder, options.device)
+            if result is None:
                 print("stopped; the same command goes on")
                 return 130
-            report["runs"].append(found | {"commit": options.commit or commit()})
+            report["runs"].append(result | {"commit": options.commit or commit()})
             if output is not None:
                 save(report, output)
     except UserError as error:
@@ -151,9 +151,9 @@ def read(output: Path | None, settings: Settings, corpus: Corpus, *, overwrite: 
     report: dict[str, Any] = json.loads(output.read_text())
     if overwrite and (report["settings"], report["text"]) != (common, text):
         return empty
-    for name, mine in (("settings", common), ("text", text)):
-        if report[name] != mine:
-            raise UserError(f"--output must hold runs of the same {name}={report[name]}, got {mine}; use another or --overwrite")
+    for name, current in (("settings", common), ("text", text)):
+        if report[name] != current:
+            raise UserError(f"--output must hold runs of the same {name}={report[name]}, got {current}; use another or --overwrite")
     return report
 
 
@@ -219,8 +219,8 @@ def run(cell: Cell, settings: Settings, corpus: Corpus, folder: Path, device: st
         if "held_out" in entry
     ]
     print(f"{cell.attention} {cell.length:,} seed {cell.seed}: {trainer.held_out:.3f} bits, {trainer.seconds:.0f} s", flush=True)
-    wanted = ("device_class", "threads", "torch", "date") if device == "cpu" else ("torch", "date")
-    about = {key: value for key, value in describe().items() if key in wanted}
+    columns = ("device_class", "threads", "torch", "date") if device == "cpu" else ("torch", "date")
+    about = {key: value for key, value in describe().items() if key in columns}
     if device != "cpu":
         about |= {"device_class": torch.cuda.get_device_name(device), "driver": driver()}
     return {

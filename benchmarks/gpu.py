@@ -40,31 +40,31 @@ PLATFORMS = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_27", "manylinux_2_
 
 def missing() -> list[str]:
     """The requirements that this Python has no distribution of: any version satisfies."""
-    found = []
+    requirements = []
     for name in (*IMPORTED, *FLASH):
         try:
             version(name)
         except PackageNotFoundError:
-            found.append(f"{name}=={FLASH[name]}" if name in FLASH else name)
-    return found
+            requirements.append(f"{name}=={FLASH[name]}" if name in FLASH else name)
+    return requirements
 
 
 def needs(python: tuple[int, int] = sys.version_info[:2]) -> str:
     """The packages that are missing, one a line, and the commands that fetch them elsewhere and install them here."""
-    wanted = missing()
-    if not wanted:
+    requirements = missing()
+    if not requirements:
         return "Nothing is missing."
     platforms = " ".join(f"--platform {name}_x86_64" for name in PLATFORMS)
     chosen = f"--python-version {python[0]}.{python[1]} --implementation cp {platforms}"
     return "\n".join(
         (
-            *wanted,
+            *requirements,
             "",
             "Fetch them on a machine with network, into the folder wheels:",
-            f"python -m pip download --no-deps --only-binary :all: {chosen} --dest wheels {' '.join(wanted)}",
+            f"python -m pip download --no-deps --only-binary :all: {chosen} --dest wheels {' '.join(requirements)}",
             "",
             "Install them here, from that folder:",
-            f"{sys.executable} -m pip install --no-index --no-deps --find-links wheels {' '.join(wanted)}",
+            f"{sys.executable} -m pip install --no-index --no-deps --find-links wheels {' '.join(requirements)}",
         )
     )
 

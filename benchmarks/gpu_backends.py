@@ -255,8 +255,8 @@ class Device:
         for _ in range(2):
             self._round(steps)
         self.synchronize()
-        each = (time.perf_counter() - start) / 2
-        rounds = min(MOST_CALLS, max(LEAST_CALLS, int(SECONDS_PER_TIMING / max(each, 1e-6))))
+        round_seconds = (time.perf_counter() - start) / 2
+        rounds = min(MOST_CALLS, max(LEAST_CALLS, int(SECONDS_PER_TIMING / max(round_seconds, 1e-6))))
         marks = [self._round(steps) for _ in range(rounds)]
         self.synchronize()
         return [statistics.median(self._elapsed(m[i], m[i + 1]) for m in marks) for i in range(len(steps))]
@@ -330,8 +330,8 @@ def random_sets(device: Device, setting: Setting) -> list[Inputs]:
     return [Inputs(*(torch.randn(shape, dtype=DTYPE, device=device.name) for shape in shapes)) for _ in range(copies)]
 
 
-def measure(device: Device, backend: Backend, pattern: DilatedPattern, setting: Setting, found: dict[str, Any]) -> None:
-    """Put times, rates and memory of one backend in `found`, once some rows of its results have been compared with the definition.
+def measure(device: Device, backend: Backend, pattern: DilatedPattern, setting: Setting, record: dict[str, Any]) -> None:
+    """Put times, rates and memory of one backend in `record`, once some rows of its results have been compared with the definition.
 
     What was found before an error stays found: a forward whose backward runs out of memory.
     """
@@ -342,7 +342,7 @@ def measure(device: Device, backend: Backend, pattern: DilatedPattern, setting: 
     forward = partial(backend.forward, pattern=pattern, is_causal=setting.is_causal, **options)
     compare = partial(assert_rows_match_definition, sets[0], pattern, is_causal=setting.is_causal, count=CHECKED_ROWS, **options)
     flops = useful_flops(pattern, setting)
-    given, result = sum(x.nbytes for x in sets[0][:3]), sets[0].q.nbytes
+    input_bytes, output_bytes = sum(x.nbytes for x in sets[0][:3]), sets[0].q.nbytes
 
     def infer() -> Tensor:
         with torch.no_grad():
@@ -356,41 +356,42 @@ def measure(device: Device, backend: Backend, pattern: DilatedPattern, setting: 
     start = time.perf_counter()
     out = infer()
     device.synchronize()
-    found["first_forward_seconds"] = time.perf_counter() - start
+    record["first_forward_seconds"] = time.perf_counter() - start
     compare(out)
     del out
     peak = device.peak_bytes(infer)
-    found["forward_memory"] = None if peak is None else (peak + given) / (given + result)  # q, k, v, out
-    (found["forward_ms"],) = device.milliseconds(infer)
-    found["forward_tflops"] = flops["forward"] / found["forward_ms"] / 1e9
+    record["forward_memory"] = None if peak is None else (peak + input_bytes) / (input_bytes + output_bytes)  # q, k, v, out
+    (record["forward_ms"],) = device.milliseconds(infer)
+    record["forward_tflops"] = flops["forward"] / record["forward_ms"] / 1e9
 
     reason = backend.why_no_training(device.name)
     if reason is not None:
-        found["no_training"] = reason
+        record["no_training"] = reason
         return
     start = time.perf_counter()
     results = train(sets[0])
     device.synchronize()
-    found["first_step_seconds"] = time.perf_counter() - start
+    record["first_step_seconds"] = time.perf_counter() - start
     compare(*results[:2])
     del results
     peak = device.peak_bytes(lambda: train(sets[0]))
-    found["peak_bytes"] = None if peak is None else peak + given + result
-    found["memory"] = None if peak is None else (peak + given + result) / (2 * (given + result))  # q, k, v, out and gradients
+    record["peak_bytes"] = None if peak is None else peak + input_bytes + output_bytes
+    tensor_bytes = input_bytes + output_bytes  # q, k, v, out
+    record["memory"] = None if peak is None else (peak + tensor_bytes) / (2 * tensor_bytes)  # and gradients
 
-    kept: list[Any] = []
+    graph: list[Any] = []
 
     def step_forward() -> None:
         x = next(rotation)
         leaves = [t.detach().requires_grad_() for t in x[:3]]
-        kept[:] = [forward(Inputs(*leaves, None)), leaves, x.dout]
+        graph[:] = [forward(Inputs(*leaves, None)), leaves, x.dout]
 
     def step_backward() -> None:
-        torch.autograd.grad(*kept)
-        kept.clear()
+        torch.autograd.grad(*graph)
+        graph.clear()
 
-    found["training_forward_ms"], found["backward_ms"] = device.milliseconds(step_forward, step_backward)
-    found["backward_tflops"] = flops["backward"] / found["backward_ms"] / 1e9
+    record["training_forward_ms"], record["backward_ms"] = device.milliseconds(step_forward, step_backward)
+    record["backward_tflops"] = flops["backward"] / record["backward_ms"] / 1e9
 
 
 def dense(kernel: SDPBackend) -> Backend:
@@ -415,12 +416,12 @@ def dense_flash_4() -> Backend:
     def forward(x: Inputs, pattern: DilatedPattern, is_causal: bool, cu_seqlens: Tensor | None = None) -> Tensor:
         cute = importlib.import_module("flash_attn.cute")
         if cu_seqlens is None:
-            found = cute.flash_attn_func(*x[:3], causal=is_causal)
-            return found[0] if isinstance(found, tuple) else found
-        own, longest = cu_seqlens.to(x.q.device), int(cu_seqlens.diff().max())
-        ends = {"cu_seqlens_q": own, "cu_seqlens_k": own, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        found = cute.flash_attn_varlen_func(*(t[0] for t in x[:3]), causal=is_causal, **ends)
-        return (found[0] if isinstance(found, tuple) else found)[None]
+            out = cute.flash_attn_func(*x[:3], causal=is_causal)
+            return out[0] if isinstance(out, tuple) else out
+        borders, longest = cu_seqlens.to(x.q.device), int(cu_seqlens.diff().max())
+        ends = {"cu_seqlens_q": borders, "cu_seqlens_k": borders, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        out = cute.flash_attn_varlen_func(*(t[0] for t in x[:3]), causal=is_causal, **ends)
+        return (out[0] if isinstance(out, tuple) else out)[None]
 
     def why_not(pattern: DilatedPattern, device: str) -> str | None:
         try:
@@ -442,22 +443,22 @@ def attempt(device: Device, backend: Backend, pattern: DilatedPattern, setting: 
         reason = f"a forward is estimated to take {seconds:.1f} s" if seconds > LONGEST_CALL else None
     if reason is not None:
         return {"status": "skipped", "reason": reason}
-    found: dict[str, Any] = {"status": "measured"}
+    record: dict[str, Any] = {"status": "measured"}
     try:
         with backend.around():
-            measure(device, backend, pattern, setting, found)
+            measure(device, backend, pattern, setting, record)
     except torch.OutOfMemoryError as error:
-        found |= {"status": "out of memory", "reason": str(error).partition("\n")[0]}
+        record |= {"status": "out of memory", "reason": str(error).partition("\n")[0]}
     except AssertionError as error:
-        found |= {"status": "wrong result", "reason": str(error)[:400]}
+        record |= {"status": "wrong result", "reason": str(error)[:400]}
     except NotImplementedError as error:  # a backend that says so itself: cuDNN's head dims
-        found |= {"status": "skipped", "reason": str(error)[:400]}
+        record |= {"status": "skipped", "reason": str(error)[:400]}
     except Exception as error:  # a kernel that does not compile or run must not end the others
         missing = "No available kernel" in str(error)  # what torch says of a kernel that takes no such call
-        found |= {"status": "skipped" if missing else "failed", "reason": f"{type(error).__name__}: {error}"[:400]}
+        record |= {"status": "skipped" if missing else "failed", "reason": f"{type(error).__name__}: {error}"[:400]}
     finally:
         device.release()
-    return found
+    return record
 
 
 # -- the run --------------------------------------------------------------------------------------------------------------------
@@ -564,17 +565,17 @@ def measure_all(run: Run, device: Device, sizes: Sizes, options: argparse.Namesp
             if key not in rates:
                 rates[key] = dense_rates(run, device, replace(setting, pattern="dense", num_tokens=sizes.dense_tokens))
             start = time.monotonic()
-            found = attempt(device, backend, pattern, setting)
+            record = attempt(device, backend, pattern, setting)
             for side in ("forward", "backward"):
-                if f"{side}_tflops" in found and f"{side}_tflops" in rates[key]:
-                    found[f"{side}_of_dense"] = found[f"{side}_tflops"] / rates[key][f"{side}_tflops"]
-            found["seconds"] = time.monotonic() - start
-            if found["status"] != "skipped":
-                run.took(backend.name, setting.pattern, found["seconds"])
-            run.report["measurements"].append(cell | found)
+                if f"{side}_tflops" in record and f"{side}_tflops" in rates[key]:
+                    record[f"{side}_of_dense"] = record[f"{side}_tflops"] / rates[key][f"{side}_tflops"]
+            record["seconds"] = time.monotonic() - start
+            if record["status"] != "skipped":
+                run.took(backend.name, setting.pattern, record["seconds"])
+            run.report["measurements"].append(cell | record)
             run.save()
-            if "CUDA error" in found.get("reason", ""):  # nothing runs in this process any more
-                run.report["stopped"] = found["reason"]
+            if "CUDA error" in record.get("reason", ""):  # nothing runs in this process any more
+                run.report["stopped"] = record["reason"]
                 return
 
 
@@ -656,13 +657,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(4.5 * len(shown), 7), layout="constrained")
     axes = figure.subplots(2, len(shown), squeeze=False, sharex="col")
-    for column, ((pattern, mask, heads, head_dim), found) in enumerate(shown):
+    for column, ((pattern, mask, heads, head_dim), measurements) in enumerate(shown):
         above, below = axes[:, column]
-        for name in dict.fromkeys(m["backend"] for m in found):
-            own = sorted((m for m in found if m["backend"] == name), key=lambda m: m["num_tokens"])
-            tokens = [m["num_tokens"] for m in own]
-            (line,) = above.plot(tokens, [m["forward_ms"] for m in own], "o-", label=f"{name} forward")
-            trained = [m for m in own if "backward_ms" in m]
+        for name in dict.fromkeys(m["backend"] for m in measurements):
+            points = sorted((m for m in measurements if m["backend"] == name), key=lambda m: m["num_tokens"])
+            tokens = [m["num_tokens"] for m in points]
+            (line,) = above.plot(tokens, [m["forward_ms"] for m in points], "o-", label=f"{name} forward")
+            trained = [m for m in points if "backward_ms" in m]
             lengths = [m["num_tokens"] for m in trained]
             above.plot(lengths, [m["backward_ms"] for m in trained], "s--", color=line.get_color(), label=f"{name} backward")
             used = [m for m in trained if m["memory"] is not None]

@@ -107,11 +107,11 @@ def time_one(report: Report, into: str, backend: Backend, pattern: DilatedPatter
     """Time a backend in the directions in which it is right."""
     heads = ", grouped heads" if setting.group > 1 else ""
     forward, backward = (wrong(report, backend.name, f"{direction}{heads}") for direction in ("forward", "backward"))
-    found = {"status": "skipped", "reason": forward}
+    record = {"status": "skipped", "reason": forward}
     if forward is None:
-        able = backend if backward is None else backend._replace(why_no_training=lambda device: backward)
-        found = gpu_backends.attempt(Device(device), able, pattern, setting)
-    report[into].append({"backend": backend.name, **asdict(setting)} | found)
+        timed_backend = backend if backward is None else backend._replace(why_no_training=lambda device: backward)
+        record = gpu_backends.attempt(Device(device), timed_backend, pattern, setting)
+    report[into].append({"backend": backend.name, **asdict(setting)} | record)
 
 
 def time_device(report: Report, device: str) -> None:
@@ -150,13 +150,13 @@ def backend_settings(sizes: Sizes) -> Iterator[Setting]:
             for head_dim in sizes.head_dims:
                 yield Setting("longnet", is_causal, sizes.heads, head_dim, num_tokens)
     for head_dim in sizes.head_dims:
-        one = Setting("longnet", True, sizes.heads, head_dim, short)
-        yield replace(one, group=sizes.group)
-        yield replace(one, group=sizes.group, is_causal=False)
-        yield replace(one, documents=sizes.documents)
-        yield replace(one, documents=sizes.documents, group=sizes.group)
-        yield replace(one, num_tokens=long, group=sizes.group)
-        yield replace(one, num_tokens=long, documents=sizes.documents)
+        base = Setting("longnet", True, sizes.heads, head_dim, short)
+        yield replace(base, group=sizes.group)
+        yield replace(base, group=sizes.group, is_causal=False)
+        yield replace(base, documents=sizes.documents)
+        yield replace(base, documents=sizes.documents, group=sizes.group)
+        yield replace(base, num_tokens=long, group=sizes.group)
+        yield replace(base, num_tokens=long, documents=sizes.documents)
 
 
 def spelled(setting: Setting) -> str:
@@ -170,12 +170,12 @@ def spelled(setting: Setting) -> str:
 
 def steps(options: argparse.Namespace, sizes: Sizes) -> list[Step]:
     """All steps: checks before times, and what tells most first."""
-    device, on_gpu, asked = options.device, options.device == "cuda", options.backends
-    backends = [backend for backend in gpu_backends.BACKENDS if backend.name in asked]
-    jobs = {name: definition_jobs(name, sizes.checked, sizes.checked_tokens, sizes.group, sizes.head_dims) for name in asked}
-    one = Case(sizes.pattern, num_tokens=sizes.tokens[0] // 8, kv_heads=4, lse_gradient=False)
-    cases = [replace(one, group=g, head_dim=d) for g in (sizes.group, 1) for d in sizes.head_dims]
-    for name in REPEATABLE & set(asked):
+    device, on_gpu, names = options.device, options.device == "cuda", options.backends
+    backends = [backend for backend in gpu_backends.BACKENDS if backend.name in names]
+    jobs = {name: definition_jobs(name, sizes.checked, sizes.checked_tokens, sizes.group, sizes.head_dims) for name in names}
+    base = Case(sizes.pattern, num_tokens=sizes.tokens[0] // 8, kv_heads=4, lse_gradient=False)
+    cases = [replace(base, group=g, head_dim=d) for g in (sizes.group, 1) for d in sizes.head_dims]
+    for name in REPEATABLE & set(names):
         jobs[name] += [Job(repeatable, name, f"bits of 100 calls, D={case.head_dim}", case) for case in cases]
     if on_gpu:
         rows = [
@@ -184,31 +184,31 @@ def steps(options: argparse.Namespace, sizes: Sizes) -> list[Step]:
         jobs["merging"] = [Job(merges, "merging", f"D={case.head_dim}", case) for case in rows]
     order = [name for name in ("triton", "merging", *CHECKED[1:]) if name in jobs]
     run = partial(check, device=device, processes=options.processes)
-    found = [Step("check", f"check {name}", 90.0, partial(run, jobs=jobs[name])) for name in order]
-    found.append(Step("device", "matrix product and copy", 15.0, partial(time_device, device=device)))
+    planned = [Step("check", f"check {name}", 90.0, partial(run, jobs=jobs[name])) for name in order]
+    planned.append(Step("device", "matrix product and copy", 15.0, partial(time_device, device=device)))
 
     kernels = [gpu_backends.dense(kernel) for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)[: 1 + on_gpu]]
     for setting in dense_settings(sizes):
         # cuDNN takes about a second for each new length, forward and backward.
         for backend in (*kernels[: 1 if setting.documents > 1 else 2], gpu_backends.dense_flash_4()):
             one_time = partial(time_one, into="dense", backend=backend, pattern=gpu_backends.WHOLE, setting=setting, device=device)
-            found.append(Step("dense", f"{backend.name}, {spelled(setting)}", 8.0, one_time))
+            planned.append(Step("dense", f"{backend.name}, {spelled(setting)}", 8.0, one_time))
     for i, setting in enumerate(backend_settings(sizes)):
         flex = [e for e in gpu_backends.BACKENDS if e.name == "flex_packed_flash" and on_gpu and i == 0]  # it compiles for long
         for backend in (*(e for e in backends if e.name in TIMED), *flex):
             one_time = partial(
                 time_one, into="measurements", backend=backend, pattern=sizes.pattern, setting=setting, device=device
             )
-            found.append(Step(f"time N={setting.num_tokens}", f"{backend.name}, {spelled(setting)}", 8.0, one_time))
-    if on_gpu and "triton" in asked:
+            planned.append(Step(f"time N={setting.num_tokens}", f"{backend.name}, {spelled(setting)}", 8.0, one_time))
+    if on_gpu and "triton" in names:
         for head_dim in tiles.HEAD_DIMS:
             one_time = partial(time_tiles, head_dim=head_dim, folder=options.state.parent)
-            found.append(Step("tiles", f"tiles, D={head_dim}", 90.0, one_time))
+            planned.append(Step("tiles", f"tiles, D={head_dim}", 90.0, one_time))
     if on_gpu:
         for dtype, head_dim in itertools.product(crossover.GPU_DTYPES, crossover.HEAD_DIMS):
             one_time = partial(time_crossovers, dtype=dtype, head_dim=head_dim, device=device)
-            found.append(Step("crossovers", f"crossovers, {dtype}, D={head_dim}", 45.0, one_time))
-    return found
+            planned.append(Step("crossovers", f"crossovers, {dtype}, D={head_dim}", 45.0, one_time))
+    return planned
 
 
 # -- the run --------------------------------------------------------------------------------------------------------------------
@@ -248,17 +248,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if keep is not None and not crossovers.exists():
         keep.mkdir(parents=True, exist_ok=True)
         crossovers.write_text(FILE.read_text())
-    wanted = steps(options, QUICK if options.quick else FULL)
-    run_steps(report, wanted, options, words)
-    files = write_kept(report, wanted, keep or RESULTS, crossovers, options.device, words)
+    all_steps = steps(options, QUICK if options.quick else FULL)
+    run_steps(report, all_steps, options, words)
+    files = write_kept(report, all_steps, keep or RESULTS, crossovers, options.device, words)
     console = Console()
     console = console if console.is_terminal else Console(width=WIDTH)
     for table in tables(report):
         console.print(table)
     console.print("\n".join(map(str, (options.state, *files))), soft_wrap=True, markup=False)
-    remaining = [step.name for step in wanted if not is_finished(report, step)]
+    remaining = [step.name for step in all_steps if not is_finished(report, step)]
     if remaining:
-        console.print(f"{len(remaining)} of {len(wanted)} steps remain, from {remaining[0]!r} on: give the same command again")
+        console.print(f"{len(remaining)} of {len(all_steps)} steps remain, from {remaining[0]!r} on: give the same command again")
         return 3
     verdicts = [entry["found"] for entry in report["checks"]]
     verdicts += [m["status"] for m in (*report["dense"], *report["measurements"], *report["steps"].values())]
@@ -277,31 +277,31 @@ def loaded(options: argparse.Namespace, words: Sequence[str]) -> Report:
         **{name: {} for name in ("steps", "device")},
         **{name: [] for name in ("checks", "dense", "measurements", "tiles", "crossovers")},
     }
-    found = json.loads(options.state.read_text()) if options.state.exists() else {}
-    same = all(found.get(key) == report[key] for key in ("commit", "hardware", "torch", "triton", "quick", "source"))
-    return found if same else report
+    previous = json.loads(options.state.read_text()) if options.state.exists() else {}
+    is_current = all(previous.get(key) == report[key] for key in ("commit", "hardware", "torch", "triton", "quick", "source"))
+    return previous if is_current else report
 
 
 def is_finished(report: Report, step: Step) -> bool:
     return report["steps"].get(step.name, {"status": "started"})["status"] != "started"
 
 
-def run_steps(report: Report, wanted: Sequence[Step], options: argparse.Namespace, words: Sequence[str]) -> None:
+def run_steps(report: Report, all_steps: Sequence[Step], options: argparse.Namespace, words: Sequence[str]) -> None:
     """Run the steps that are not finished, until the next one would not end in time."""
-    start, done = time.monotonic(), report["steps"]
-    for i, step in enumerate(wanted):
+    start, records = time.monotonic(), report["steps"]
+    for i, step in enumerate(all_steps):
         if is_finished(report, step):
             continue
-        attempt = done.get(step.name, {"attempts": 0})["attempts"] + 1
+        attempt = records.get(step.name, {"attempts": 0})["attempts"] + 1
         if attempt > ATTEMPTS:
-            done[step.name] = {"status": "failed", "reason": f"it was cut off {ATTEMPTS} times"}
+            records[step.name] = {"status": "failed", "reason": f"it was cut off {ATTEMPTS} times"}
             continue
-        before = [other["seconds"] for other in done.values() if other.get("kind") == step.kind]
+        before = [record["seconds"] for record in records.values() if record.get("kind") == step.kind]
         began = time.monotonic()
         if began - start + max(before, default=step.seconds) > options.minutes * 60:
             break
-        print(f"{(began - start) / 60:5.1f} min, step {i + 1} of {len(wanted)}: {step.name}", flush=True)
-        done[step.name] = {"status": "started", "attempts": attempt}
+        print(f"{(began - start) / 60:5.1f} min, step {i + 1} of {len(all_steps)}: {step.name}", flush=True)
+        records[step.name] = {"status": "started", "attempts": attempt}
         save(report, options.state)
         if options.device == "cuda":
             faulthandler.dump_traceback_later(HANGS, exit=True)
@@ -312,12 +312,12 @@ def run_steps(report: Report, wanted: Sequence[Step], options: argparse.Namespac
         except (Exception, SystemExit) as error:  # the other steps are still of use
             ended |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:400]}
         faulthandler.cancel_dump_traceback_later()
-        done[step.name] = {**ended, "seconds": time.monotonic() - began}
+        records[step.name] = {**ended, "seconds": time.monotonic() - began}
         save(report, options.state)
         for entry in (ended, *report["dense"][measured[0] :], *report["measurements"][measured[1] :]):
             if "CUDA error" in str(entry.get("reason")):  # nothing runs in this process any more
-                left = options.minutes - (time.monotonic() - start) / 60
-                os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *words, "--minutes", str(left)])
+                minutes_left = options.minutes - (time.monotonic() - start) / 60
+                os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *words, "--minutes", str(minutes_left)])
     save(report, options.state)
 
 
@@ -325,7 +325,7 @@ def run_steps(report: Report, wanted: Sequence[Step], options: argparse.Namespac
 
 
 def write_kept(
-    report: Report, wanted: Sequence[Step], folder: Path, crossovers: Path, device: str, words: Sequence[str]
+    report: Report, all_steps: Sequence[Step], folder: Path, crossovers: Path, device: str, words: Sequence[str]
 ) -> list[Path]:
     """Write the kept files from all finished steps; their paths."""
     name = report["hardware"].removeprefix("NVIDIA ").split()[0].lower()
@@ -333,17 +333,17 @@ def write_kept(
     old = next((path for path in (attention, RESULTS / attention.name) if path.exists()), None)
     runs = [] if old is None else [run for run in json.loads(old.read_text())["runs"] if not run.get("all")]
     save({"runs": [*runs, {key: value for key, value in report.items() if key not in ("tiles", "crossovers")}]}, attention)
-    kept, level = json.loads(crossovers.read_text()), device_class(detect(device))
-    if report["crossovers"] and all(is_finished(report, step) for step in wanted):  # replace what this level had, whole
-        for name, own in (
+    table, level = json.loads(crossovers.read_text()), device_class(detect(device))
+    if report["crossovers"] and all(is_finished(report, step) for step in all_steps):  # replace what this level had, whole
+        for name, replacement in (
             ("measured", report["crossovers"]),
             ("provenance", [crossover.about(device, words, report["commit"], "gpu")]),
         ):
-            kept[name] = [entry for entry in kept[name] if entry["device"] != level] + own
-    found = ran(report, level)
-    forms = [(entry["backend"], entry["form"], entry["device"]) for entry in found]
-    kept["ran"] = [e for e in kept["ran"] if (e["backend"], e["form"], e["device"]) not in forms] + found
-    save(kept, crossovers)
+            table[name] = [entry for entry in table[name] if entry["device"] != level] + replacement
+    proven = ran(report, level)
+    forms = [(entry["backend"], entry["form"], entry["device"]) for entry in proven]
+    table["ran"] = [e for e in table["ran"] if (e["backend"], e["form"], e["device"]) not in forms] + proven
+    save(table, crossovers)
     if {m["head_dim"] for m in report["tiles"]} < set(tiles.HEAD_DIMS):
         return [attention, crossovers]
     save(
@@ -355,7 +355,7 @@ def write_kept(
 
 def ran(report: Report, device: str) -> list[dict[str, str]]:
     """The forms that were right and timed, as `crossovers.json` lists them."""
-    found = []
+    proven = []
     for backend in PROVEN:
         for form in FORMS:
             right = any((e["backend"], e["form"], e["found"]) == (backend, form, "right") for e in report["checks"])
@@ -365,8 +365,8 @@ def ran(report: Report, device: str) -> list[dict[str, str]]:
             )
             if right and timed and wrong(report, backend, form) is None:
                 about = {"device": device, "commit": report["commit"], "source": report["source"][backend][form]}
-                found.append({"backend": backend, "form": form, **about, "date": report["date"]})
-    return found
+                proven.append({"backend": backend, "form": form, **about, "date": report["date"]})
+    return proven
 
 
 def tables(report: Report) -> Iterator[Table]:
@@ -374,11 +374,11 @@ def tables(report: Report) -> Iterator[Table]:
     title = f"{report['hardware']}, torch {report['torch']}, triton {report['triton']}, {report['date']}, {report['commit'][:9]}"
     checks = Table("backend", "form", "compared with the definition", title=title)
     for backend, form in dict.fromkeys((entry["backend"], entry["form"]) for entry in report["checks"]):
-        own = [entry for entry in report["checks"] if (entry["backend"], entry["form"]) == (backend, form)]
-        bad = [f"{entry['case']}: {entry['found']}" for entry in own if entry["found"].startswith(WRONG)]
-        right = sum(entry["found"] == "right" for entry in own)
-        said = f"{right} of {len(own)} cases right" if right else own[0]["found"][:200]
-        checks.add_row(backend, form, f"[red]{len(bad)} of {len(own)} cases not right: {bad[0][:200]}[/]" if bad else said)
+        entries = [entry for entry in report["checks"] if (entry["backend"], entry["form"]) == (backend, form)]
+        bad = [f"{entry['case']}: {entry['found']}" for entry in entries if entry["found"].startswith(WRONG)]
+        right = sum(entry["found"] == "right" for entry in entries)
+        verdict = f"{right} of {len(entries)} cases right" if right else entries[0]["found"][:200]
+        checks.add_row(backend, form, f"[red]{len(bad)} of {len(entries)} cases not right: {bad[0][:200]}[/]" if bad else verdict)
     yield checks
     for key, caption in (("dense", RATES), ("measurements", f"{RATES}; peak memory as a multiple of q, k, v, out and gradients")):
         names = list(dict.fromkeys(m["backend"] for m in report[key]))

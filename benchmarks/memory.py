@@ -64,7 +64,7 @@ def _measure(num_tokens: int, dtype: torch.dtype, direction: Direction, pattern:
 
 def _status(field: str) -> int:
     """A size that the kernel keeps of this process, in bytes."""
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if match is None:
         raise OSError(f"/proc/self/status must have a line {field}, it has none")
-    return int(found[1]) * 1024
+    return int(match[1]) * 1024

@@ -38,11 +38,11 @@ class Ranks:
         self._ends: list[Connection] = []
         self._processes = []
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, self._folder.name, rank, size), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end, self._folder.name, rank, size), daemon=True)
             process.start()
-            there.close()  # so that the death of the process ends the pipe
-            self._ends.append(here)
+            child_end.close()  # so that the death of the process ends the pipe
+            self._ends.append(parent_end)
             self._processes.append(process)
         self._collect(START_TIMEOUT)
 

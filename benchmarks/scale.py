@@ -36,20 +36,20 @@ def cell(pattern: str, tokens: int, ranks: int) -> dict[str, Any]:
     plan = layer_plan(layer)
     budget = cost_model.default_budget(plan, head_dim=64, itemsize=2)
     auto = cost_model.choose(plan, budget=budget, **layer.sizes)
-    taken = next(each for each in strategies(layer) if each.name == auto)
-    assert taken.forward is not None
-    assert taken.backward is not None
-    assert taken.pairs is not None
-    assert taken.buffers is not None
-    received = taken.forward + taken.backward
+    chosen = next(strategy for strategy in strategies(layer) if strategy.name == auto)
+    assert chosen.forward is not None
+    assert chosen.backward is not None
+    assert chosen.pairs is not None
+    assert chosen.buffers is not None
+    received = chosen.forward + chosen.backward
     return {
         "exchange": auto,
-        "is_exact": taken.is_exact,
+        "is_exact": chosen.is_exact,
         "bytes": int(received.max()),
-        "memory": memory(layer, plan, taken.buffers).total,
-        "pairs": int(taken.pairs.max()),
-        "imbalance": int(taken.pairs.max()) / (sum(taken.pairs.tolist()) / ranks),
-        "seconds": float(cost_model.seconds_of(received, taken.pairs, 64, cost_model.Speeds()).max()),
+        "memory": memory(layer, plan, chosen.buffers).total,
+        "pairs": int(chosen.pairs.max()),
+        "imbalance": int(chosen.pairs.max()) / (sum(chosen.pairs.tolist()) / ranks),
+        "seconds": float(cost_model.seconds_of(received, chosen.pairs, 64, cost_model.Speeds()).max()),
     }
 
 
@@ -59,16 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    kept = json.loads(given.output.read_text()) if given.output.exists() else {"cells": {}}
+    options = parser.parse_args(arguments)
+    report = json.loads(options.output.read_text()) if options.output.exists() else {"cells": {}}
     for pattern in PATTERNS:
-        for tokens in given.tokens:
-            for ranks in given.ranks:
+        for tokens in options.tokens:
+            for ranks in options.ranks:
                 name = f"{pattern}/{tokens}/{ranks}"
-                if name not in kept["cells"]:
-                    kept["cells"][name] = {**cell(pattern, tokens, ranks), "commit": commit()}
-                    save(kept, given.output)
-                    print(name, kept["cells"][name], flush=True)
+                if name not in report["cells"]:
+                    report["cells"][name] = {**cell(pattern, tokens, ranks), "commit": commit()}
+                    save(report, options.output)
+                    print(name, report["cells"][name], flush=True)
     return 0
 
 

@@ -60,15 +60,15 @@ class PlainAttention(nn.Module):
         outs, lses = [], []
         for length, rate in self.pattern.branches:
             length = min(length, num_tokens)
-            segments, kept = math.ceil(num_tokens / length), math.ceil(length / rate)
+            segments, num_rows = math.ceil(num_tokens / length), math.ceil(length / rate)
             offset = torch.arange(num_heads) // math.ceil(num_heads / rate)
 
-            gathered = partial(_gathered, segments, length, kept, rate, offset)
+            gathered = partial(_gathered, segments, length, num_rows, rate, offset)
             scores = gathered(q) @ gathered(k).mT * head_dim**-0.5
             lse = scores.logsumexp(-1)
             out = (scores - lse[..., None]).exp() @ gathered(v)
-            whole_out = out.new_zeros(segments, num_heads, rate, kept, head_dim)
-            whole_lse = out.new_full((segments, num_heads, rate, kept), -1e8)
+            whole_out = out.new_zeros(segments, num_heads, rate, num_rows, head_dim)
+            whole_lse = out.new_full((segments, num_heads, rate, num_rows), -1e8)
             whole_out[:, torch.arange(num_heads), offset] = out
             whole_lse[:, torch.arange(num_heads), offset] = lse
             outs.append(whole_out.permute(0, 3, 2, 1, 4).flatten(1, 2)[:, :length].flatten(0, 1)[:num_tokens])
@@ -77,11 +77,11 @@ class PlainAttention(nn.Module):
         return (mixing[..., None] * torch.stack(outs)).sum(dim=0)[None]
 
 
-def _gathered(segments: int, length: int, kept: int, rate: int, offset: Tensor, x: Tensor) -> Tensor:
+def _gathered(segments: int, length: int, num_rows: int, rate: int, offset: Tensor, x: Tensor) -> Tensor:
     """What each head keeps of each segment, `(segments, H, kept, D)`."""
     _, num_tokens, num_heads, head_dim = x.shape
     x = torch.cat([x[0], x.new_zeros(segments * length - num_tokens, num_heads, head_dim)]).unflatten(0, (segments, length))
-    x = torch.cat([x, x.new_zeros(segments, kept * rate - length, num_heads, head_dim)], dim=1).unflatten(1, (kept, rate))
+    x = torch.cat([x, x.new_zeros(segments, num_rows * rate - length, num_heads, head_dim)], dim=1).unflatten(1, (num_rows, rate))
     return x.permute(0, 3, 2, 1, 4)[:, torch.arange(num_heads), offset]
 
 
@@ -140,8 +140,8 @@ def compare(folder: Path, tiles: int, slides: int, depth: int, rounds: int) -> d
     files: dict[str, list[float]] = {way: [] for way in ways}
     results: dict[str, Any] = {}
     for _ in range(rounds + 1):  # the first is not counted
-        for way, (each, budget) in ways.items():
-            results[way] = encode(each, paths, budget, folder / "out")
+        for way, (encoder, budget) in ways.items():
+            results[way] = encode(encoder, paths, budget, folder / "out")
             seconds[way].append(results[way]["seconds"])
             files[way].append(results[way]["reading"] + results[way]["writing"])
             torch.testing.assert_close(results[way]["embeddings"], results["packed"]["embeddings"], atol=1e-4, rtol=1e-4)
@@ -166,9 +166,9 @@ def peak_memory(path: Path, depth: int) -> dict[str, Any]:
 
 def _peak_memory(path: Path, depth: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    found = encode(build(depth), {path.stem: path}, BUDGET, path.with_name("out"))
-    del found["embeddings"]
-    return {**found, "depth": depth, "peak GiB": _high_water() / 2**30}
+    result = encode(build(depth), {path.stem: path}, BUDGET, path.with_name("out"))
+    del result["embeddings"]
+    return {**result, "depth": depth, "peak GiB": _high_water() / 2**30}
 
 
 def _high_water() -> int:
@@ -183,9 +183,9 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _merged(kept: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merged(baseline: list[dict[str, Any]], measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was kept, with what was measured in its place, by the number of tiles."""
-    rows = {row["tiles"]: row for row in (*kept, *found)}
+    rows = {row["tiles"]: row for row in (*baseline, *measured)}
     return [rows[tiles] for tiles in sorted(rows)]
 
 
@@ -202,29 +202,29 @@ def main(arguments: list[str] | None = None) -> None:
         "--tiles", type=int, nargs="*", choices=sizes, help="compare these alone, the others stay as they were kept"
     )
     parser.add_argument("--memory", type=int, nargs="*", default=MEMORY_TILES, help="sizes of the slides whose memory is measured")
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(given)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
     cases, large = (((10, 2), (30, 2)), ()) if options.quick else (CASES, options.memory)
     cases, large = (() if options.only == "memory" else cases, () if options.only == "cases" else large)
     cases = tuple(case for case in cases if options.tiles is None or case[0] in options.tiles)
-    some = options.only is not None or options.tiles is not None
-    kept = json.loads(RESULTS.read_text()) if some else {"cases": [], "memory": []}
+    is_partial = options.only is not None or options.tiles is not None
+    baseline = json.loads(RESULTS.read_text()) if is_partial else {"cases": [], "memory": []}
     environment = {**describe(), "cpu": _cpu(), "python": platform.python_version()}
-    measured = {"command": shlex.join(["python", "-m", "benchmarks.slides", *given]), **environment}
-    found: dict[str, list[dict[str, Any]]] = {"cases": [], "memory": []}
+    measured = {"command": shlex.join(["python", "-m", "benchmarks.slides", *words]), **environment}
+    rows_of_part: dict[str, list[dict[str, Any]]] = {"cases": [], "memory": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for tiles, slides in cases:
             row = compare(folder, tiles, slides, options.depth, 1 if options.quick else options.rounds)
-            found["cases"].append({**row, **measured})
+            rows_of_part["cases"].append({**row, **measured})
             print(row, flush=True)
         for tiles in large:
             ((_, path),) = write_slides(folder, tiles, 1).items()
             row = {"tiles": tiles, **peak_memory(path, 12)}
-            found["memory"].append({**row, **measured})
+            rows_of_part["memory"].append({**row, **measured})
             print(row, flush=True)
             path.unlink()
-    report = {part: _merged(kept[part], rows) for part, rows in found.items()}
+    report = {part: _merged(baseline[part], rows) for part, rows in rows_of_part.items()}
     if not options.quick:
         save(report, RESULTS)
 

@@ -58,11 +58,11 @@ def measure(mesh: DeviceMesh | None = None) -> dict[str, Steps]:
     def forward() -> None:
         outs.append(dilated_attention(q, k, v, pattern, is_causal=True, mesh=mesh))
 
-    found = {"first call": steps_of(forward)}
+    steps = {"first call": steps_of(forward)}
     outs.pop().sum().backward()
-    found["second call"] = steps_of(forward)
+    steps["second call"] = steps_of(forward)
     loss = outs.pop().sum()
-    return found | {"backward": steps_of(loss.backward)}
+    return steps | {"backward": steps_of(loss.backward)}
 
 
 def main() -> None:
@@ -76,12 +76,12 @@ def main() -> None:
     console = Console()
     with Ranks(2) as ranks:
         over_two, _ = ranks(measure)
-    for name, found in (("one process", measure()), ("two ranks", over_two)):
-        for what, steps in found.items():
+    for name, steps_of_call in (("one process", measure()), ("two ranks", over_two)):
+        for call, steps in steps_of_call.items():
             files = len({file for file, _, _ in steps})
-            table.add_row(f"{name}, {what}", str(files), str(len(steps)), str(steps.total()))
+            table.add_row(f"{name}, {call}", str(files), str(len(steps)), str(steps.total()))
             if shows_functions:
-                console.print(f"{name}, {what}:")
+                console.print(f"{name}, {call}:")
                 for (file, function, line), times in sorted(steps.items()):
                     console.print(f"  {times:4} {file}:{line} {function}", highlight=False, markup=False)
     console.print(table)

@@ -54,9 +54,9 @@ class Kind(NamedTuple):
 
     def multiplicity(self, num_tokens: int) -> NDArray[np.int64]:
         """How often head h of query i scores key j, `(H, N, N)`: the `m` in `softmax(score + log m)`."""
-        found: Any = 0 if self.pattern is None else multiplicity(self.pattern, num_tokens, HEADS, is_causal=True)
+        joins: Any = 0 if self.pattern is None else multiplicity(self.pattern, num_tokens, HEADS, is_causal=True)
         distance = np.arange(num_tokens)[:, None] - np.arange(num_tokens)
-        return np.broadcast_to(found + ((distance >= 0) & (distance < self.window)), (HEADS, num_tokens, num_tokens))
+        return np.broadcast_to(joins + ((distance >= 0) & (distance < self.window)), (HEADS, num_tokens, num_tokens))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention by `multiplicity`, `(B, N, H, D)`."""
@@ -74,8 +74,8 @@ def sliding_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor
 
     Blocks of `BLOCK` queries score the keys of their own block and of the block before; `window` is at most `BLOCK + 1`.
     """
-    num_tokens, more = q.shape[1], -q.shape[1] % BLOCK
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)).unflatten(1, (-1, BLOCK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))
+    num_tokens, padding = q.shape[1], -q.shape[1] % BLOCK
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, BLOCK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))
     k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # (B, H, blocks, 2 BLOCK, D)
     distance = BLOCK + torch.arange(BLOCK)[:, None] - torch.arange(2 * BLOCK)
     hidden = ((distance < 0) | (distance >= window)).repeat(q.shape[2], 1, 1)
@@ -110,52 +110,52 @@ def draw_bigrams(batch: int, tokens: int, generator: torch.Generator) -> Batch:
     letters = 16
     total = torch.softmax(3.0 * torch.randn(batch, letters, letters, generator=generator), dim=-1).cumsum(-1)
     drawn = torch.rand(batch, tokens, 1, generator=generator)
-    rows, found = torch.arange(batch), torch.zeros(batch, tokens + 1, dtype=torch.long)
+    rows, letters_drawn = torch.arange(batch), torch.zeros(batch, tokens + 1, dtype=torch.long)
     for n in range(tokens):
-        found[:, n + 1] = (drawn[:, n] > total[rows, found[:, n]]).sum(-1).clamp(max=letters - 1)
-    return Batch(found[:, :-1], found[:, 1:])
+        letters_drawn[:, n + 1] = (drawn[:, n] > total[rows, letters_drawn[:, n]]).sum(-1).clamp(max=letters - 1)
+    return Batch(letters_drawn[:, :-1], letters_drawn[:, 1:])
 
 
 def draw_topic(batch: int, tokens: int, generator: torch.Generator) -> Batch:
     """Topics 0 to 15, a blank, 16, and the question, 17."""
     topics, blank, question, named = 16, 16, 17, 64
-    found = torch.full((batch, tokens), blank)
-    targets = torch.full_like(found, IGNORED)
+    sequences = torch.full((batch, tokens), blank)
+    targets = torch.full_like(sequences, IGNORED)
     for row in range(batch):
         topic = int(torch.randint(topics, (), generator=generator))
-        found[row, torch.randperm(named, generator=generator)[: named // 2]] = topic
-        asked = named + torch.randperm(tokens - named, generator=generator)[: tokens // 4]
-        found[row, asked], targets[row, asked] = question, topic
-    return Batch(found, targets)
+        sequences[row, torch.randperm(named, generator=generator)[: named // 2]] = topic
+        questions = named + torch.randperm(tokens - named, generator=generator)[: tokens // 4]
+        sequences[row, questions], targets[row, questions] = question, topic
+    return Batch(sequences, targets)
 
 
 def draw_recall(batch: int, tokens: int, generator: torch.Generator) -> Batch:
     """Keys 0 to 15, values 16 to 31, noise 32 to 39."""
     size, keys, first = 16, 8, 164
-    found = 2 * size + torch.randint(8, (batch, tokens), generator=generator)
-    targets = torch.full_like(found, IGNORED)
+    sequences = 2 * size + torch.randint(8, (batch, tokens), generator=generator)
+    targets = torch.full_like(sequences, IGNORED)
     for row in range(batch):
         place = 2 * torch.randperm(first // 2, generator=generator)[:keys]
         key = torch.randperm(size, generator=generator)[:keys]
         value = size + torch.randperm(size, generator=generator)[:keys]
-        asked = first + 184 + torch.randperm(tokens - first - 184, generator=generator)[:64].reshape(-1, keys)
-        found[row, place], found[row, place + 1] = key, value
-        found[row, asked], targets[row, asked] = key, value
-    return Batch(found, targets)
+        questions = first + 184 + torch.randperm(tokens - first - 184, generator=generator)[:64].reshape(-1, keys)
+        sequences[row, place], sequences[row, place + 1] = key, value
+        sequences[row, questions], targets[row, questions] = key, value
+    return Batch(sequences, targets)
 
 
 def draw_copy(batch: int, tokens: int, generator: torch.Generator) -> Batch:
     """Letters 0 to 31, noise 32 to 39."""
     length = 32
-    found = length + torch.randint(8, (batch, tokens), generator=generator)
-    targets = torch.full_like(found, IGNORED)
+    sequences = length + torch.randint(8, (batch, tokens), generator=generator)
+    targets = torch.full_like(sequences, IGNORED)
     for row in range(batch):
         first = int(torch.randint(tokens - 256 - length + 1, (), generator=generator))
-        again = first + int(torch.randint(128, 257, (), generator=generator))
+        second = first + int(torch.randint(128, 257, (), generator=generator))
         string = torch.randperm(length, generator=generator)
-        found[row, first : first + length] = found[row, again : again + length] = string
-        targets[row, again : again + length - 1] = string[1:]
-    return Batch(found, targets)
+        sequences[row, first : first + length] = sequences[row, second : second + length] = string
+        targets[row, second : second + length - 1] = string[1:]
+    return Batch(sequences, targets)
 
 
 class Task(NamedTuple):
@@ -256,14 +256,14 @@ def run(task: str, kind: str, seed: int, steps: int | None = None) -> dict[str, 
             losses.append(loss.item())
         rows, targets = draw(EVALUATED, tokens, torch.Generator().manual_seed(1))
         with torch.no_grad():
-            logits = torch.cat([model(some) for some in rows.split(4)])
-    asked = targets != IGNORED
-    found = {
-        "accuracy": round((logits.argmax(-1) == targets)[asked].float().mean().item(), 4),
-        "loss": round(F.cross_entropy(logits[asked], targets[asked]).item(), 4),
+            logits = torch.cat([model(few_rows) for few_rows in rows.split(4)])
+    is_question = targets != IGNORED
+    metrics = {
+        "accuracy": round((logits.argmax(-1) == targets)[is_question].float().mean().item(), 4),
+        "loss": round(F.cross_entropy(logits[is_question], targets[is_question]).item(), 4),
         "curve": [round(float(part.mean()), 3) for part in np.array_split(losses, min(steps, 10))],
     }
-    return about | found
+    return about | metrics
 
 
 def results(cells: Sequence[tuple[str, str, int]], workers: int) -> Iterator[dict[str, Any]]:
@@ -272,7 +272,7 @@ def results(cells: Sequence[tuple[str, str, int]], workers: int) -> Iterator[dic
         yield from (run(*cell) for cell in cells)
         return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from (done.result() for done in as_completed([pool.submit(run, *cell) for cell in cells]))
+        yield from (future.result() for future in as_completed([pool.submit(run, *cell) for cell in cells]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -292,24 +292,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(run(task, kind, 0, 2), flush=True)
         return 0
     report: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {"runs": []}
-    wanted = [
+    remaining = [
         cell
         for seed in range(options.seeds)
         for task in options.task
         for kind in TASKS[task].kinds
         if kind in options.kind
         for cell in [settings(task, kind, seed)]
-        if not any(cell.items() <= each.items() for each in report["runs"])
+        if not any(cell.items() <= kept_run.items() for kept_run in report["runs"])
     ]
     about = provenance("tasks", "cpu", [])
     about = {name: about[name] for name in ("command", "hardware", "date", "python", "torch", "commit")}
     report["pairs per token and head"] = {
         name: round(float(kind.multiplicity(512).sum()) / HEADS / 512, 2) for name, kind in KINDS.items()
     }
-    for found in results([(cell["task"], cell["kind"], cell["seed"]) for cell in wanted], options.workers):
-        report["runs"].append(found | about)
+    for result in results([(cell["task"], cell["kind"], cell["seed"]) for cell in remaining], options.workers):
+        report["runs"].append(result | about)
         save(report, options.output)
-        print(f"{found['task']:8} {found['kind']:18} seed {found['seed']}: {found['accuracy']:.3f}", flush=True)
+        print(f"{result['task']:8} {result['kind']:18} seed {result['seed']}: {result['accuracy']:.3f}", flush=True)
     return 0
 
 

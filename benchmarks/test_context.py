@@ -116,10 +116,10 @@ def step(
     return Results(out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout))
 
 
-def assert_shard_of(results: Results, whole: Results, rank: int, shard_lengths: tuple[int, ...]) -> None:
+def assert_shard_of(results: Results, expected: Results, rank: int, shard_lengths: tuple[int, ...]) -> None:
     """Output and gradients are this rank's part of those of one process."""
     start = sum(shard_lengths[:rank])
-    for name, a, b in zip(Results._fields, results, whole):
+    for name, a, b in zip(Results._fields, results, expected):
         assert_near(a, b[:, start : start + shard_lengths[rank]].double(), a.dtype, name)
 
 
@@ -128,20 +128,20 @@ def assert_shard_rows_match_definition(
 ) -> None:
     """Some rows of a shard, all equally long, equal one softmax over the keys of all ranks that the definition lists for them."""
     length = x.q.shape[1]
-    found: list[tuple[Tensor, ...]] = []
+    compared: list[tuple[Tensor, ...]] = []
     for i in range(count):
         local, head = (i * length // count + 13 * i) % length, i % NUM_HEADS
         keys = torch.tensor(visible_keys(pattern, [0, num_ranks * length], rank * length + local, head, False, NUM_HEADS))
         q = x.q[0, local, head].double().requires_grad_(True)
         k, v = x.q.new_empty(2, len(keys), HEAD_DIM, dtype=torch.float64)
         for peer in keys.div(length, rounding_mode="floor").unique().tolist():
-            theirs = shard_inputs(peer, length)
-            here = (keys >= peer * length) & (keys < (peer + 1) * length)
-            k[here], v[here] = (t[0, keys[here] - peer * length, head].double() for t in (theirs.k, theirs.v))
+            peer_inputs = shard_inputs(peer, length)
+            is_local = (keys >= peer * length) & (keys < (peer + 1) * length)
+            k[is_local], v[is_local] = (t[0, keys[is_local] - peer * length, head].double() for t in (peer_inputs.k, peer_inputs.v))
         row = torch.softmax(k @ q * HEAD_DIM**-0.5, dim=0) @ v
         dq = torch.autograd.grad(row, q, x.dout[0, local, head].double())[0]
-        found.append((results.out[0, local, head], row.detach(), results.dq[0, local, head], dq))
-    out, expected_out, dq, expected_dq = (torch.stack(rows) for rows in zip(*found))
+        compared.append((results.out[0, local, head], row.detach(), results.dq[0, local, head], dq))
+    out, expected_out, dq, expected_dq = (torch.stack(rows) for rows in zip(*compared))
     assert_near(out, expected_out, x.q.dtype, "out")
     assert_near(dq, expected_dq, x.q.dtype, "dq")
 
@@ -162,10 +162,12 @@ def rows_of_definition(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
     For equal shards, all heads on every branch and no padding.
     """
     p, length = plan.num_ranks, plan.shard_lengths[0]
-    asks, asked, sends = (np.zeros((p, plan.num_tokens), bool) for _ in range(3))  # keys, queries; outputs that a rank sends
+    needs_keys, needs_queries, sends = (
+        np.zeros((p, plan.num_tokens), bool) for _ in range(3)
+    )  # keys, queries; outputs that a rank sends
     rows = np.zeros(p)
     for head in plan.within:
-        for marks in (asks, asked, sends):
+        for marks in (needs_keys, needs_queries, sends):
             marks[:] = False
         for branch, (w, r) in enumerate(plan.pattern.branches):
             offset = plan.pattern.offset(branch, head, plan.num_heads)
@@ -174,22 +176,22 @@ def rows_of_definition(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
             assert len(parts) == len(cut)
             for start, takers in zip(cut, parts):
                 end = min(start + w, plan.num_tokens)
-                kept = slice(start + offset, end, r)
+                rows_of_segment = slice(start + offset, end, r)
                 for taker, low, high in takers:  # multiples of the rate, or the end
-                    asks[taker, kept] = True
-                    for marks in (asked, sends):
+                    needs_keys[taker, rows_of_segment] = True
+                    for marks in (needs_queries, sends):
                         marks[taker, start + low + offset : start + high : r] = True
                 if takers:
                     continue
                 for rank in range(start // length, (end - 1) // length + 1):
                     first = max(rank * length, start)
                     if first + (start + offset - first) % r < min((rank + 1) * length, end):  # it has a query there
-                        asks[rank, kept] = True
-        for marks in (asks, asked, sends):
+                        needs_keys[rank, rows_of_segment] = True
+        for marks in (needs_keys, needs_queries, sends):
             for rank in range(p):
                 marks[rank, rank * length : (rank + 1) * length] = False
         # A token has one owner: it sends the token's keys and queries, and receives its outputs.
-        rows += asks.sum(axis=1) + asked.sum(axis=1) / 2 + sends.reshape(p, p, length).sum(axis=(0, 2)) / 2
+        rows += needs_keys.sum(axis=1) + needs_queries.sum(axis=1) / 2 + sends.reshape(p, p, length).sum(axis=(0, 2)) / 2
     return rows / len(plan.within)
 
 
@@ -217,8 +219,8 @@ def test_rows_received(benchmark: Any, record: Callable[..., None], name: str, n
     where = f"{name}/{exchange}/N={MILLION}/p={num_ranks}"
     ratio = Ratio(f"context/rows received per head/{where}", rows.max(), target, "lower")
     if target == 0:  # nothing over nothing is no ratio
-        held = (length + rows.max()) / length
-        ratio = Ratio(f"context/rows held per head over its own/{where}", held, 1.0, "lower")
+        share = (length + rows.max()) / length
+        ratio = Ratio(f"context/rows held per head over its own/{where}", share, 1.0, "lower")
     record(ratio, shape=(1, MILLION, num_heads, 0), dtype=torch.int64, ranks=num_ranks, rows=rows.max())
 
 
@@ -291,7 +293,7 @@ def test_planning_of_other_documents(benchmark: Any, name: str, count: int) -> N
 class Sent(NamedTuple):
     """Bytes of one rank: given to the group's operations, and sent by its TCP connections, headers of gloo included."""
 
-    given: int
+    submitted: int
     received: int
     sockets: int
 
@@ -306,9 +308,9 @@ def measure_bytes(mesh: DeviceMesh, shard_lengths: tuple[int, ...], pattern: Dil
     counted: Counter[str] = Counter()
     operation = dist.P2POp
 
-    def counting(make: Any, message: Tensor, *rest: Any) -> Any:
+    def counting(make: Any, message: Tensor, *arguments: Any) -> Any:
         counted[make.__name__] += message.nbytes
-        return operation(make, message, *rest)
+        return operation(make, message, *arguments)
 
     dist.barrier()
     before = socket_bytes_sent()
@@ -339,8 +341,8 @@ def socket_bytes_sent() -> int:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             if len(info) < 216:
                 raise OSError(f"tcp_info must hold 216 bytes, got {len(info)}")
-            sent, again = struct.unpack_from("=QQ", info, 200)
-            total += sent - again  # a busy machine is late with acknowledgements, even to itself
+            sent, retransmitted = struct.unpack_from("=QQ", info, 200)
+            total += sent - retransmitted  # a busy machine is late with acknowledgements, even to itself
     return total
 
 
@@ -383,9 +385,9 @@ def test_bytes_sent(benchmark: Any, sizes: Sizes, record: Callable[..., None], p
     expected = steps * int(moved.sum())
     assert expected <= sum(rank.sockets for rank in sent)
     name = f"float32/{exchange}/N={num_tokens}/p=2"
-    given, sockets = (sum(counts) / expected for counts in zip(*((rank.given, rank.sockets) for rank in sent)))
+    submitted, sockets = (sum(counts) / expected for counts in zip(*((rank.submitted, rank.sockets) for rank in sent)))
     record(
-        Ratio(f"context/bytes given to the group over the plan's/{name}", given, 1.0, "lower"),
+        Ratio(f"context/bytes given to the group over the plan's/{name}", submitted, 1.0, "lower"),
         Ratio(f"context/bytes sent by sockets over the plan's/{name}", sockets, 1.01, "lower"),
         Ratio(f"context/bytes on loopback over the plan's/{name}", loopback / expected, 1.05, "lower"),
         shape=(1, num_tokens, NUM_HEADS, HEAD_DIM),
@@ -441,7 +443,7 @@ def test_memory_over_ranks(benchmark: Any, sizes: Sizes, record: Callable[..., N
         return peaks
 
     peaks = benchmark.pedantic(measure, rounds=1)
-    held = 8 * num_tokens * NUM_HEADS * HEAD_DIM * 4
+    tensor_bytes = 8 * num_tokens * NUM_HEADS * HEAD_DIM * 4
     ratios = []
     for exchange, target in (("ring", 1.10), ("gather", None)):
         for widest in MEMORY_RATES:
@@ -454,7 +456,7 @@ def test_memory_over_ranks(benchmark: Any, sizes: Sizes, record: Callable[..., N
         dtype=torch.float32,
         threads=1,
         peak_bytes={f"{exchange}/widest rate {widest}/p={p}": peak for (exchange, widest, p), peak in peaks.items()},
-        tensor_bytes=held,
+        tensor_bytes=tensor_bytes,
     )
 
 
@@ -509,17 +511,17 @@ def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern,
             results.clear()
             spent.clear()
             cu_seqlens = borders_of(mesh.size() * num_tokens, 16, number) if packed else None
-            one = partial(step, x, pattern, mesh, exchange, cu_seqlens=cu_seqlens)
+            one_step = partial(step, x, pattern, mesh, exchange, cu_seqlens=cu_seqlens)
             dist.barrier()
-            steps.append(seconds(lambda one=one: results.append(one())))
+            steps.append(seconds(lambda one_step=one_step: results.append(one_step())))
             assert set(spent) == {name for _, name in PLANNING}
             planning.append(sum(spent.values()))
     comparisons = gather.call_count
     assert comparisons > 0, "another benchmark has compared this plan before"
     if packed:
         lengths = (num_tokens,) * mesh.size()
-        whole = whole_inputs(lengths)
-        assert_shard_of(results[0], forward_backward(whole, pattern, cu_seqlens=cu_seqlens), rank, lengths)
+        inputs = whole_inputs(lengths)
+        assert_shard_of(results[0], forward_backward(inputs, pattern, cu_seqlens=cu_seqlens), rank, lengths)
     else:
         assert_shard_rows_match_definition(x, pattern, results[0], rank, mesh.size())
     return Planned(steps[1:], planning[1:], comparisons)
@@ -537,7 +539,9 @@ def test_planning(benchmark: Any, sizes: Sizes, record: Callable[..., None], pai
         return pair(measure_planning, num_tokens, pattern, exchange, packed)
 
     measured = benchmark.pedantic(measure, rounds=1)
-    share = max(statistics.median(part / whole for part, whole in zip(rank.planning, rank.steps)) for rank in measured)
+    share = max(
+        statistics.median(part / step_seconds for part, step_seconds in zip(rank.planning, rank.steps)) for rank in measured
+    )
     name = f"{exchange}/float32/N={num_tokens} on each/p=2{'/16 documents, other ones in each' if packed else ''}"
     record(
         Ratio(f"context/planning over a step/{name}", share, 0.05, "lower"),
@@ -599,14 +603,14 @@ def measure_scaling(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern, 
     """Seconds of this rank by exchange, and as `"alone"` those of the first rank with the whole problem; one entry per round."""
     rank, num_ranks = mesh.get_local_rank(), mesh.size()
     shard_lengths = (num_tokens // num_ranks,) * num_ranks
-    shard, whole = shard_inputs(rank, shard_lengths[rank]), whole_inputs(shard_lengths)
-    expected = forward_backward(whole, pattern)
+    shard, inputs = shard_inputs(rank, shard_lengths[rank]), whole_inputs(shard_lengths)
+    expected = forward_backward(inputs, pattern)
     for exchange in EXCHANGES:
         assert_shard_of(step(shard, pattern, mesh, exchange), expected, rank, shard_lengths)
 
     def alone() -> None:
         if rank == 0:  # the other waits without work
-            forward_backward(whole, pattern)
+            forward_backward(inputs, pattern)
 
     def together(exchange: str) -> Callable[[], object]:
         return lambda: step(shard, pattern, mesh, exchange)

@@ -44,15 +44,15 @@ def decode(cache: DilatedKVCache, tokens: Tensor) -> Tensor:
 def expected_row(q: Tensor, k: Tensor, v: Tensor, position: int, head: int) -> Tensor:
     """One output of one head, `(D,)` float64: a softmax over the keys that the branches gather, each as often as they do."""
     num_heads, head_dim = k.shape[2:]
-    seen: list[int] = []
+    keys: list[int] = []
     for i, (w, r) in enumerate(PATTERN.branches):
         offset = PATTERN.offset(i, head, num_heads)
         if position % w % r == offset:
-            seen.extend(range(position // w * w + offset, position + 1, r))
-    if not seen:
+            keys.extend(range(position // w * w + offset, position + 1, r))
+    if not keys:
         return torch.zeros(head_dim, dtype=torch.float64)
-    weights = torch.softmax(k[0, seen, head].double() @ q[0, 0, head].double() * head_dim**-0.5, dim=0)
-    return weights @ v[0, seen, head].double()
+    weights = torch.softmax(k[0, keys, head].double() @ q[0, 0, head].double() * head_dim**-0.5, dim=0)
+    return weights @ v[0, keys, head].double()
 
 
 def assert_decodes(cache: DilatedKVCache, k: Tensor, v: Tensor) -> None:

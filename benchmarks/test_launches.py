@@ -69,7 +69,7 @@ def without_dense_kernels(patch: pytest.MonkeyPatch) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, into: Any = None) -> tuple[Tensor, Tensor]:
         return q if into is None else into, q[..., 0]
 
-    def differentiate(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any, **own: Any) -> tuple[Tensor, ...]:
+    def differentiate(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any, **options: Any) -> tuple[Tensor, ...]:
         return q, k, v
 
     class Merging:
@@ -79,7 +79,7 @@ def without_dense_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(piece_loop, "packs", lambda device: False)
     patch.setattr(piece_loop, "choose_kernel", lambda backend, request: kernel)
     patch.setattr(piece_loop, "merging", lambda request: Merging)
-    patch.setattr(piece_loop, "for_backward", lambda *given: given)
+    patch.setattr(piece_loop, "for_backward", lambda *arguments: arguments)
 
 
 BACKENDS = {"triton": without_triton_kernels, "sdpa": without_dense_kernels}
@@ -121,9 +121,9 @@ def test_host_time_of_a_call(benchmark: Any, monkeypatch: pytest.MonkeyPatch, ba
     empty = EmptyCall.apply if trains else EMPTY.forward
     torchs = run(lambda q, k, v: empty(q, k, v, None, None, None, *op_options)[0])
     benchmark.pedantic(ours, rounds=10, warmup_rounds=2)
-    found, without = microseconds(ours), microseconds(torchs)
-    benchmark.extra_info.update(total_us=round(found), torch_us=round(without), own_us=round(found - without))
-    print(f"{backend} {direction}: {found:.0f} us, torch {without:.0f}, own {found - without:.0f}")
+    total, torch_alone = microseconds(ours), microseconds(torchs)
+    benchmark.extra_info.update(total_us=round(total), torch_us=round(torch_alone), own_us=round(total - torch_alone))
+    print(f"{backend} {direction}: {total:.0f} us, torch {torch_alone:.0f}, own {total - torch_alone:.0f}")
 
 
 def documents_of(number: int, num_tokens: int) -> tuple[tuple[int, int], ...]:

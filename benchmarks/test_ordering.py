@@ -27,10 +27,10 @@ def spread(order: Order, width: int, segment_length: int) -> float:
     return (2 * segments.var(dim=1, correction=0).sum(dim=1)).sqrt().mean().item()
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["power of two", "ragged"])
-def test_segments_are_compact(benchmark: Any, sizes: Sizes, record: Callable[..., None], which: int) -> None:
+@pytest.mark.parametrize("index", [0, 1], ids=["power of two", "ragged"])
+def test_segments_are_compact(benchmark: Any, sizes: Sizes, record: Callable[..., None], index: int) -> None:
     """A disc is the most compact patch: n tokens of it are `sqrt(n / pi)` apart in the root mean square."""
-    height, width = GRIDS[sizes.quick][which]
+    height, width = GRIDS[sizes.quick][index]
     length = SEGMENT_LENGTHS[sizes.quick]
 
     def orders() -> dict[str, Order]:

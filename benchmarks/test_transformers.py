@@ -33,7 +33,7 @@ def model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def read(llama: Any, cache: Any, tokens: Tensor, chunk: int) -> Tensor:
+def last_logits(llama: Any, cache: Any, tokens: Tensor, chunk: int) -> Tensor:
     """Logits of the last token, of a row of tokens read in chunks."""
     with torch.no_grad():
         for part in tokens.split(chunk, dim=1):
@@ -45,14 +45,19 @@ def test_dilated_cache_growth(benchmark: Any, sizes: Sizes, record: Callable[...
     small, large = 1024, 8192 if sizes.quick else 1 << 20
     llama, tokens = model(), torch.randint(97, (1, large))
     few, many, full = DilatedCache(), DilatedCache(), DynamicCache()
-    read(llama, few, tokens[:, :small], small)
-    read(llama, full, tokens[:, :small], small)
-    one = tokens[:, :1]
-    torch.testing.assert_close(read(llama, few, one, 1), read(llama, full, one, 1), atol=1e-4, rtol=1e-4)
-    read(llama, many, tokens, large)
+    last_logits(llama, few, tokens[:, :small], small)
+    last_logits(llama, full, tokens[:, :small], small)
+    first_token = tokens[:, :1]
+    torch.testing.assert_close(
+        last_logits(llama, few, first_token, 1), last_logits(llama, full, first_token, 1), atol=1e-4, rtol=1e-4
+    )
+    last_logits(llama, many, tokens, large)
     following = torch.randint(97, (1, STEPS))
     out, ratio = side_by_side(
-        benchmark, lambda: read(llama, many, following, 1), lambda: read(llama, few, following, 1), rounds=sizes.rounds
+        benchmark,
+        lambda: last_logits(llama, many, following, 1),
+        lambda: last_logits(llama, few, following, 1),
+        rounds=sizes.rounds,
     )
     assert out.isfinite().all()
     assert many.get_seq_length() == large + STEPS * (sizes.rounds + 1)

@@ -143,7 +143,7 @@ def milliseconds(candidate: Candidate, x: Sequence[Tensor], pattern: DilatedPatt
         end.record()
         marks.append((kernel.__name__, start, end))
 
-    found = []
+    totals = []
     with forced(candidate, timed):
         for _ in range(1 + ROUNDS):
             marks.clear()
@@ -152,8 +152,8 @@ def milliseconds(candidate: Candidate, x: Sequence[Tensor], pattern: DilatedPatt
             total: Counter[str] = Counter()
             for name, start, end in marks:
                 total[name] += start.elapsed_time(end)
-            found.append(total[candidate.kernel])
-    return statistics.median(found[1:])
+            totals.append(total[candidate.kernel])
+    return statistics.median(totals[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,12 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("tiles are timed on a CUDA device, torch sees none; `benchmarks.lab.cubins` compiles for absent ones")
 
     pattern = PATTERN if options.segment is None else DilatedPattern((options.segment,), (1,))
-    wanted = list(candidates(options))
+    all_candidates = list(candidates(options))
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        reasons = list(pool.map(compile_one, wanted))
+        reasons = list(pool.map(compile_one, all_candidates))
     report: dict[str, Any] = {**provenance("tiles", "cuda", words, options.commit), "tokens": options.tokens, "measurements": []}
     x: list[Tensor] = []
-    for candidate, reason in zip(wanted, reasons, strict=True):
+    for candidate, reason in zip(all_candidates, reasons, strict=True):
         entry = {**candidate._asdict(), "tiles": candidate.tiles[:4], **dict(zip(("described", "host"), candidate.tiles[4:]))}
         if reason is None:
             if not x or x[0].shape[3] != candidate.head_dim:
@@ -200,13 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(report: dict[str, Any]) -> Table:
     """The candidates of each kernel, the fastest first."""
-    found = Table("kernel", title=f"{report['hardware']}, torch {report['torch']}, triton {report['triton']}, {report['date']}")
+    rows = Table("kernel", title=f"{report['hardware']}, torch {report['torch']}, triton {report['triton']}, {report['date']}")
     for column in ("D", "queries, keys, warps, stages", "rows by", "ms"):
-        found.add_column(column, justify="right")
+        rows.add_column(column, justify="right")
     for m in sorted(report["measurements"], key=lambda m: (m["kernel"], m["head_dim"], m.get("ms", float("inf")))):
         tiles, by = ", ".join(map(str, m["tiles"])), "sums" if m["sums"] else WAYS[m["described"] + m["host"]]
-        found.add_row(m["kernel"], str(m["head_dim"]), tiles, by, f"{m['ms']:.3f}" if "ms" in m else m["reason"][:40])
-    return found
+        rows.add_row(m["kernel"], str(m["head_dim"]), tiles, by, f"{m['ms']:.3f}" if "ms" in m else m["reason"][:40])
+    return rows
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class Ratio(NamedTuple):
     better: Literal["lower", "higher"]
 
 
-def side_by_side(benchmark: Any, ours: Callable[[], T], other: Callable[[], object], *, rounds: int) -> tuple[T, float]:
+def side_by_side(benchmark: Any, ours: Callable[[], T], peer: Callable[[], object], *, rounds: int) -> tuple[T, float]:
     """The result of `ours`, and the median over `rounds` of time(ours) / time(other).
 
     The two alternate, so that what else the machine does strikes both; pytest-benchmark reports the times of `ours`.
@@ -29,16 +29,16 @@ def side_by_side(benchmark: Any, ours: Callable[[], T], other: Callable[[], obje
     if benchmark.disabled:
         pytest.skip("a ratio needs timings, --benchmark-disable was given")
     other_seconds: list[float] = []
-    result = benchmark.pedantic(ours, setup=lambda: other_seconds.append(seconds(other)), rounds=rounds, warmup_rounds=1)
+    result = benchmark.pedantic(ours, setup=lambda: other_seconds.append(seconds(peer)), rounds=rounds, warmup_rounds=1)
     pairs = zip(benchmark.stats.stats.data, other_seconds[-rounds:])
     benchmark.extra_info["other_seconds"] = statistics.median(other_seconds[-rounds:])
     return result, statistics.median(a / b for a, b in pairs)
 
 
-def median_ratio(ours: Callable[[], object], other: Callable[[], object], *, rounds: int) -> float:
+def median_ratio(ours: Callable[[], object], peer: Callable[[], object], *, rounds: int) -> float:
     """The median of time(ours) / time(other), alternating, after one call of each that is not counted."""
-    ours(), other()
-    return statistics.median(seconds(ours) / seconds(other) for _ in range(rounds))
+    ours(), peer()
+    return statistics.median(seconds(ours) / seconds(peer) for _ in range(rounds))
 
 
 def seconds(function: Callable[[], object]) -> float:

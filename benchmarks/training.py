@@ -69,11 +69,11 @@ def measure(kind: str, num_tokens: int, options: argparse.Namespace) -> dict[str
     """Seconds of a step and the most memory, or why there are none."""
     on_gpu = options.device == "cuda"
     dense = kind == "dense"
-    around: AbstractContextManager[object] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if dense and on_gpu else nullcontext()
+    kernel_choice: AbstractContextManager[object] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if dense and on_gpu else nullcontext()
     pattern = DENSE if dense else DilatedPattern.longnet()
-    found: dict[str, Any] = {"attention": kind, "tokens": num_tokens}
+    record: dict[str, Any] = {"attention": kind, "tokens": num_tokens}
     try:
-        with around:
+        with kernel_choice:
             model = build(pattern, "sdpa" if dense else options.backend, options)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             tokens = torch.randint(VOCAB, (1, num_tokens), device=options.device)
@@ -84,7 +84,7 @@ def measure(kind: str, num_tokens: int, options: argparse.Namespace) -> dict[str
                 start = time.perf_counter()
                 loss = step(model, tokens, optimizer, options.device).item()
                 seconds.append(time.perf_counter() - start)
-        found |= {
+        record |= {
             "first_step_seconds": seconds[0],
             "step_seconds": statistics.median(seconds[1:]),
             "tokens_per_second": num_tokens / statistics.median(seconds[1:]),
@@ -93,12 +93,12 @@ def measure(kind: str, num_tokens: int, options: argparse.Namespace) -> dict[str
             "parameters": sum(p.numel() for p in model.parameters()),
         }
     except torch.OutOfMemoryError as error:
-        found["reason"] = str(error).partition("\n")[0]
+        record["reason"] = str(error).partition("\n")[0]
     model = optimizer = tokens = None
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
-    return found
+    return record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,16 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(report: dict[str, Any]) -> Table:
     """What was measured."""
-    found = Table("attention", title=f"{report['hardware']}, torch {report['torch']}, {report['date']}")
+    rows = Table("attention", title=f"{report['hardware']}, torch {report['torch']}, {report['date']}")
     for column in ("tokens", "tokens/s", "s a step", "peak GiB"):
-        found.add_column(column, justify="right")
+        rows.add_column(column, justify="right")
     for m in report["measurements"]:
         if "reason" in m:
-            found.add_row(m["attention"], f"{m['tokens']:,}", m["reason"][:40], "", "")
+            rows.add_row(m["attention"], f"{m['tokens']:,}", m["reason"][:40], "", "")
             continue
         peak = "" if m["peak_gib"] is None else f"{m['peak_gib']:.1f}"
-        found.add_row(m["attention"], f"{m['tokens']:,}", f"{m['tokens_per_second']:,.0f}", f"{m['step_seconds']:.3f}", peak)
-    return found
+        rows.add_row(m["attention"], f"{m['tokens']:,}", f"{m['tokens_per_second']:,.0f}", f"{m['step_seconds']:.3f}", peak)
+    return rows
 
 
 if __name__ == "__main__":

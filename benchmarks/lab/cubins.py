@@ -190,8 +190,8 @@ def compiled(config: Config, tiles: TileConfig) -> Any:
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
     result = triton.compile(source, target=GPUTarget("cuda", config.level, 32), options=options_of(tiles))
-    if found := zero_divisors(result.asm["ttir"]):
-        raise AssertionError(f"{config}: loops divide by what may be 0: {'; '.join(found)}")
+    if divisions := zero_divisors(result.asm["ttir"]):
+        raise AssertionError(f"{config}: loops divide by what may be 0: {'; '.join(divisions)}")
     return result
 
 
@@ -202,26 +202,26 @@ def zero_divisors(ttir: str) -> list[str]:
     case. By a division by 0 the compiler proves that condition true: then loads of a loop without turns are made after all, and
     those of descriptors arrive in shared memory that already serves something else.
     """
-    made = dict(re.findall(r"^\s*(%\w+)(?::\d+)? = (.*)$", ttir, re.M))
-    found, closing = [], ""
+    operations = dict(re.findall(r"^\s*(%\w+)(?::\d+)? = (.*)$", ttir, re.M))
+    divisions, closing = [], ""
     for line in ttir.splitlines():
         if not closing and "scf.for" in line:
             closing = line[: len(line) - len(line.lstrip())] + "}"
         elif line.startswith(closing):
             closing = ""
         division = re.search(r"= arith\.(?:div|rem)[su]i %\w+, (%\w+)", line) if closing else None
-        if division is not None and not _is_positive(division[1], made):
-            found.append(line.strip())
-    return found
+        if division is not None and not _is_positive(division[1], operations):
+            divisions.append(line.strip())
+    return divisions
 
 
-def _is_positive(name: str, made: dict[str, str]) -> bool:
-    operation = made.get(name, "")
+def _is_positive(name: str, operations: dict[str, str]) -> bool:
+    operation = operations.get(name, "")
     constant = re.match(r"arith\.constant (-?\d+)", operation)
     if constant is not None:
         return int(constant[1]) > 0
     largest = re.match(r"arith\.maxsi (%\w+), (%\w+)", operation)
-    return largest is not None and any(_is_positive(operand, made) for operand in largest.groups())
+    return largest is not None and any(_is_positive(operand, operations) for operand in largest.groups())
 
 
 def chosen_tiles(config: Config) -> TileConfig:
@@ -255,12 +255,12 @@ def cost_of(config: Config, tiles: TileConfig | None = None) -> Cost:
 
 def read(cubin: bytes) -> tuple[int, int, int]:
     """Registers, spilled stores in all, and those and loads in loops with products."""
-    found = re.search(r"REG:(\d+) STACK:(\d+)", _dump(cubin, "--dump-resource-usage"))
-    assert found is not None
-    if int(found[2]) == 0:  # there is nowhere to spill to, and large kernels take long to disassemble
-        return int(found[1]), 0, 0
+    match = re.search(r"REG:(\d+) STACK:(\d+)", _dump(cubin, "--dump-resource-usage"))
+    assert match is not None
+    if int(match[2]) == 0:  # there is nowhere to spill to, and large kernels take long to disassemble
+        return int(match[1]), 0, 0
     code = _dump(cubin, "-sass")
-    return int(found[1]), len(re.findall(r"\bSTL\b", code)), sass.spilled(code)
+    return int(match[1]), len(re.findall(r"\bSTL\b", code)), sass.spilled(code)
 
 
 def _dump(cubin: bytes, flag: str) -> str:
@@ -271,23 +271,28 @@ def _dump(cubin: bytes, flag: str) -> str:
         return subprocess.run([str(tool), flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def faults(config: Config, cost: Cost, most_spills: int | None) -> Iterator[str]:
-    """What is wrong with a kernel; `most_spills` is None where nothing is kept of it."""
+def memory_faults(level: int, spills: int, shared: int, most_spills: int | None) -> Iterator[str]:
+    """Too many spilled stores or bytes of shared memory; `most_spills` is None where nothing is kept of the kernel."""
     if most_spills is None:
         yield "is not kept: --write keeps it"
-    elif cost.spills > most_spills:
-        yield f"spills {cost.spills} stores, more than the {most_spills} kept"
-    if cost.shared > SHARED_MEMORY[config.level]:
-        yield f"takes {cost.shared} bytes of shared memory, more than {SHARED_MEMORY[config.level]}"
+    elif spills > most_spills:
+        yield f"spills {spills} stores, more than the {most_spills} kept"
+    if shared > SHARED_MEMORY[level]:
+        yield f"takes {shared} bytes of shared memory, more than {SHARED_MEMORY[level]}"
+
+
+def faults(config: Config, cost: Cost, most_spills: int | None) -> Iterator[str]:
+    """What is wrong with a kernel."""
+    yield from memory_faults(config.level, cost.spills, cost.shared, most_spills)
     if cost.tensor_columns > TENSOR_MEMORY:
         yield f"takes {cost.tensor_columns} columns of tensor memory, more than {TENSOR_MEMORY}"
     if cost.serialised:
         yield f"waits for every product in {cost.serialised} loops"
     if cost.overwritten:
         yield f"overwrites operands of products in flight in {cost.overwritten} loops"
-    wanted = TENSOR_CORES.get(config.level, "HMMA")
-    if config.kernel not in PASSES and DTYPES[config.dtype] == 2 and cost.products != wanted:
-        yield f"multiplies by {cost.products}, not {wanted}"
+    expected = TENSOR_CORES.get(config.level, "HMMA")
+    if config.kernel not in PASSES and DTYPES[config.dtype] == 2 and cost.products != expected:
+        yield f"multiplies by {cost.products}, not {expected}"
 
 
 def configs(
@@ -301,20 +306,20 @@ def configs(
     On sm_90 everything without a mask, too.
     """
     for kernel, level, head_dim, dtype in itertools.product(kernels, levels, head_dims, dtypes):
-        usual = head_dim in USUAL_HEAD_DIMS
-        if dtype != "tf32" or (usual and kernel not in PASSES):
+        is_usual = head_dim in USUAL_HEAD_DIMS
+        if dtype != "tf32" or (is_usual and kernel not in PASSES):
             yield Config(kernel, level, head_dim, dtype, "causal")
         for asked, constants in ASKED.items() if dtype == "bf16" and kernel not in PASSES else ():
             config = Config(kernel, level, head_dim, dtype, asked)
-            takes = not any(name in constants and kernel != only for name, only in ONLY.items())
-            describes = level >= DESCRIBING_LEVEL or asked != DESCRIBING
+            is_possible = not any(name in constants and kernel != only for name, only in ONLY.items())
+            has_descriptors = level >= DESCRIBING_LEVEL or asked != DESCRIBING
             if "SUMS" in constants:
-                takes = takes and head_dim <= MOST_SUMMED
+                is_possible = is_possible and head_dim <= MOST_SUMMED
             if constants.keys() & {"CAUSAL", "HOST", "SUMS"}:
-                asks, takes = asked not in FOR_DESCRIPTORS, takes and TENSOR_CORES.get(level) == "HGMMA"
+                is_selected, is_possible = asked not in FOR_DESCRIPTORS, is_possible and TENSOR_CORES.get(level) == "HGMMA"
             else:
-                asks = usual and describes and asked not in FOR_DESCRIPTORS
-            if constants and takes and (asks or chosen_tiles(config).described):
+                is_selected = is_usual and has_descriptors and asked not in FOR_DESCRIPTORS
+            if constants and is_possible and (is_selected or chosen_tiles(config).described):
                 yield config
 
 
@@ -325,12 +330,16 @@ def table(entries: list[dict[str, Any]]) -> str:
     """The dearest of every kernel on every GPU."""
     lines = [SUMMARY, "|---" * 7 + "|"]
     for kernel, level in itertools.product(dict.fromkeys(e["kernel"] for e in entries), LEVELS):
-        some = [e for e in entries if (e["kernel"], e["level"]) == (kernel, level) and _is_launched(e)]
-        if not some:
+        matching = [e for e in entries if (e["kernel"], e["level"]) == (kernel, level) and _is_launched(e)]
+        if not matching:
             continue
-        by = ", ".join(sorted({e["products"] for e in some}))
-        registers, spills, in_loops, shared = (max(e[name] for e in some) for name in ("registers", "spills", "in_loops", "shared"))
-        lines.append(f"| {kernel} | sm_{level} | {len(some)} | {registers} | {spills} ({in_loops}) | {shared / 1024:.0f} | {by} |")
+        by = ", ".join(sorted({e["products"] for e in matching}))
+        registers, spills, in_loops, shared = (
+            max(e[name] for e in matching) for name in ("registers", "spills", "in_loops", "shared")
+        )
+        lines.append(
+            f"| {kernel} | sm_{level} | {len(matching)} | {registers} | {spills} ({in_loops}) | {shared / 1024:.0f} | {by} |"
+        )
     return "\n".join(lines)
 
 
@@ -356,15 +365,15 @@ def comparison(entries: list[dict[str, Any]]) -> str:
         "| spilled (in loops): pointers | descriptors | shared KiB: pointers | descriptors |",
         "|---" * 12 + "|",
     ]
-    at = {config_of(e): e for e in entries}
-    for config, by in at.items():
+    entry_of = {config_of(e): e for e in entries}
+    for config, by in entry_of.items():
         if config.asked == DESCRIBING:
-            both = at[config._replace(asked="causal")], by
+            pair = entry_of[config._replace(asked="causal")], by
             tiles, registers, spills, shared = zip(
-                *((_tiles(e), e["registers"], f"{e['spills']} ({e['in_loops']})", f"{e['shared'] / 1024:.0f}") for e in both)
+                *((_tiles(e), e["registers"], f"{e['spills']} ({e['in_loops']})", f"{e['shared'] / 1024:.0f}") for e in pair)
             )
-            taken = "descriptors" if chosen_tiles(config).described else "pointers"
-            cells = map(str, (*tiles, taken, *registers, *spills, *shared))
+            choice = "descriptors" if chosen_tiles(config).described else "pointers"
+            cells = map(str, (*tiles, choice, *registers, *spills, *shared))
             lines.append(f"| {config.kernel} | sm_{config.level} | {config.head_dim} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -378,8 +387,8 @@ def write(entries: list[dict[str, Any]]) -> None:
 
 def show(borders: tuple[str, str], text: str) -> None:
     """Put a table in its place in the page."""
-    before, rest = PAGE.read_text().split(borders[0])
-    _, after = rest.split(borders[1])
+    before, remainder = PAGE.read_text().split(borders[0])
+    _, after = remainder.split(borders[1])
     PAGE.write_text(f"{before}{borders[0]}\n{text}\n{borders[1]}{after}")
 
 
@@ -394,20 +403,20 @@ def main() -> None:
     parser.add_argument("--tiles", type=int, nargs=4, help="try these queries, keys, warps and stages instead of the table's")
     parser.add_argument("--write", action="store_true", help="keep what is found")
     chosen = parser.parse_args()
-    kept = {config_of(e): e for e in json.loads(KEPT.read_text())} if KEPT.exists() else {}
+    baseline = {config_of(e): e for e in json.loads(KEPT.read_text())} if KEPT.exists() else {}
     failed = False
     for config in configs(chosen.levels, chosen.head_dims, chosen.dtypes, chosen.kernels):
-        if config.asked not in chosen.asked or (chosen.missing and config in kept):
+        if config.asked not in chosen.asked or (chosen.missing and config in baseline):
             continue
         tiles = TileConfig(*chosen.tiles) if chosen.tiles else None
         cost = cost_of(config, tiles)
         tries = chosen.write or tiles is not None
-        wrong = list(faults(config, cost, sys.maxsize if tries else kept[config]["spills"] if config in kept else None))
+        wrong = list(faults(config, cost, sys.maxsize if tries else baseline[config]["spills"] if config in baseline else None))
         failed |= bool(wrong)
         print(*config, *cost, "; ".join(wrong), sep="  ", flush=True)
         if chosen.write:
-            kept[config] = {**config._asdict(), **cost._asdict(), "tiles": cost.tiles[:4]}
-            write(list(kept.values()))
+            baseline[config] = {**config._asdict(), **cost._asdict(), "tiles": cost.tiles[:4]}
+            write(list(baseline.values()))
     sys.exit(failed)
 
 

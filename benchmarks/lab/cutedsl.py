@@ -89,11 +89,11 @@ def calls(form: Form, head_dim: int) -> Iterator[tuple[Tensor, Tensor]]:
         return
     q, k = (torch.empty(1, NUM_TOKENS, heads, head_dim, device="meta") for heads in (HEADS, kv_heads))
     yield q.transpose(1, 2), k.transpose(1, 2)
-    apart = form.group > 1
+    has_groups = form.group > 1
     for piece in plan_pieces(DilatedPattern.longnet(), ((0, NUM_TOKENS),), kv_heads, form.is_causal):
-        for part in view_parts(piece, 1, NUM_TOKENS, form.group, GRID_LIMIT, offsets_apart=apart):
+        for part in view_parts(piece, 1, NUM_TOKENS, form.group, GRID_LIMIT, offsets_apart=has_groups):
             boxes = box(q, piece, group=form.group)[part], box(k, piece)[part]
-            some_q, some_k = (pack_view(x, offsets_apart=apart) for x in boxes)
+            some_q, some_k = (pack_view(x, offsets_apart=has_groups) for x in boxes)
             assert some_q is not None
             assert some_k is not None
             yield some_q, some_k
@@ -137,20 +137,20 @@ def compile_level(level: int, head_dims: list[int], dtypes: list[str], forms: li
         "backward": interface._flash_attn_bwd,
         "postprocess": interface._bwd_postprocess_convert,
     }
-    seen: set[int] = set()
-    found: dict[str, Cost] = {}
+    kernel_ids: set[int] = set()
+    cost_of_file: dict[str, Cost] = {}
     for head_dim, dtype, form in itertools.product(head_dims, dtypes, forms):
         for q, k in calls(FORMS[form], head_dim):
             with FakeTensorMode():
                 differentiate(q, k, FORMS[form], DTYPES[dtype], takes_dlse=head_dim < 256 or level == 90)
             for kernel, function in caches.items():
                 for compiled in function.compile_cache.cache.values():
-                    if id(compiled) not in seen:
-                        seen.add(id(compiled))
-                        cubin, path = compiled.artifacts.CUBIN, folder / f"{len(found)}.cubin"
+                    if id(compiled) not in kernel_ids:
+                        kernel_ids.add(id(compiled))
+                        cubin, path = compiled.artifacts.CUBIN, folder / f"{len(cost_of_file)}.cubin"
                         path.write_bytes(cubin if isinstance(cubin, bytes) else Path(cubin).read_bytes())
-                        found[str(path)] = Cost(level, head_dim, dtype, form, kernel, 0, 0)
-    (folder / "found.json").write_text(json.dumps({path: cost._asdict() for path, cost in found.items()}))
+                        cost_of_file[str(path)] = Cost(level, head_dim, dtype, form, kernel, 0, 0)
+    (folder / "found.json").write_text(json.dumps({path: cost._asdict() for path, cost in cost_of_file.items()}))
 
 
 def costs(
@@ -173,8 +173,8 @@ def costs(
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.lab.cutedsl", "--folder", folder, "--levels", str(level)]
         command += ["--head-dims", *map(str, head_dims), "--dtypes", *dtypes, "--forms", *forms]
         subprocess.run(command, env=environment, check=True)
-        found = json.loads((Path(folder) / "found.json").read_text())
-        return [Cost(**entry)._replace(**read(path)) for path, entry in found.items()]
+        entries = json.loads((Path(folder) / "found.json").read_text())
+        return [Cost(**entry)._replace(**read(path)) for path, entry in entries.items()]
 
 
 def read(path: str) -> dict[str, int]:
@@ -194,12 +194,12 @@ def most_spills(cost: Cost) -> int:
     return 0 if cost.level == 90 else 4 if cost.head_dim < 256 else 60
 
 
-def faults(found: list[Cost]) -> Iterator[str]:
+def faults(kernel_costs: list[Cost]) -> Iterator[str]:
     """What is wrong with the kernels of some forms."""
-    for cost in found:
+    for cost in kernel_costs:
         if cost.spills > most_spills(cost):
             yield f"{_named(cost)} spills {cost.spills} stores, more than {most_spills(cost)}"
-    for name, count in Counter(_named(cost) for cost in found if cost.kernel in ("forward", "backward")).items():
+    for name, count in Counter(_named(cost) for cost in kernel_costs if cost.kernel in ("forward", "backward")).items():
         if count > 1:
             yield f"{name} is compiled {count} times"
 
@@ -219,13 +219,13 @@ def main() -> None:
     if chosen.folder is not None:
         compile_level(chosen.levels[0], chosen.head_dims, chosen.dtypes, chosen.forms, chosen.folder)
         return
-    found = []
+    kernel_costs = []
     for level in chosen.levels:
-        found += costs(level, chosen.head_dims, chosen.dtypes, chosen.forms)
-    for cost in found:
+        kernel_costs += costs(level, chosen.head_dims, chosen.dtypes, chosen.forms)
+    for cost in kernel_costs:
         print(*cost, sep="  ")
-    wrong = list(faults(found))
-    print(f"flash-attn-4 {version('flash-attn-4')}: {len(found)} kernels, {len(wrong)} faults", *wrong, sep="\n")
+    wrong = list(faults(kernel_costs))
+    print(f"flash-attn-4 {version('flash-attn-4')}: {len(kernel_costs)} kernels, {len(wrong)} faults", *wrong, sep="\n")
     sys.exit(bool(wrong))
 
 

@@ -75,7 +75,7 @@ class Collector(printed_kernels.Printer):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.found: list[tuple[Any, dict[str, Any]]] = []
+        self.kernels: list[tuple[Any, dict[str, Any]]] = []
 
     def __getattr__(self, kind: str) -> Any:
         if kind.startswith("_"):
@@ -84,7 +84,7 @@ class Collector(printed_kernels.Printer):
         def keep(*_: Any, **options: Any) -> Any:
             def decorate(function: Any) -> Any:
                 if kind == "template":
-                    self.found.append((function, options))
+                    self.kernels.append((function, options))
                 return function
 
             return decorate
@@ -117,8 +117,10 @@ def kernels_of(config: Config, dtype: torch.dtype) -> list[tuple[Any, dict[str, 
         def call(q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, scale: float, **_: Any) -> Any:
             torch._dynamo.reset()
             run = torch.compile(lambda *x, **y: flex_attention(*x, **y), fullgraph=True, backend=printed_kernels.backend(printer))
-            asked = kernel.options_of(q, scored=score_mod is not None) if config.tiles_by == "flexdilated" else kernel.SHORT_QUERIES
-            options = {"kernel_options": asked, "return_aux": AuxRequest(lse=True)}
+            kernel_options = (
+                kernel.options_of(q, scored=score_mod is not None) if config.tiles_by == "flexdilated" else kernel.SHORT_QUERIES
+            )
+            options = {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True)}
             return run(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, **options)
 
         for owner, name, value in (
@@ -142,7 +144,7 @@ def kernels_of(config: Config, dtype: torch.dtype) -> list[tuple[Any, dict[str, 
             pass
         finally:
             block_mask._find_lists.cache_clear()
-        return printer.found
+        return printer.kernels
 
 
 def costs_of(config: Config, dtype: torch.dtype) -> Iterator[Cost]:
@@ -152,13 +154,13 @@ def costs_of(config: Config, dtype: torch.dtype) -> Iterator[Cost]:
         meta, names = options["triton_meta"], function.arg_names
         constants = {key if isinstance(key, tuple) else (names.index(key),): value for key, value in meta["constants"].items()}
         source = cubins.ASTSource(fn=function, signature=meta["signature"], constexprs=constants, attrs=meta["configs"][0])
-        asked = {name: options[name] for name in ("num_warps", "num_stages")}
-        result = cubins.triton.compile(source, target=cubins.GPUTarget("cuda", config.level, 32), options=asked)
+        compiler_options = {name: options[name] for name in ("num_warps", "num_stages")}
+        result = cubins.triton.compile(source, target=cubins.GPUTarget("cuda", config.level, 32), options=compiler_options)
         registers, spills, in_loops = cubins.read(result.asm["cubin"])
         sizes = dict(re.findall(r"^    (BLOCK_[MN]\d?) *: *tl\.constexpr = (\d+)", function.src, re.M))
         blocks = [int(sizes[name]) for name in BLOCKS if name in sizes]
         direction = "backward" if "backward" in function.__name__ else "forward"
-        yield Cost(direction, blocks, *asked.values(), registers, spills, in_loops, result.metadata.shared)
+        yield Cost(direction, blocks, *compiler_options.values(), registers, spills, in_loops, result.metadata.shared)
 
 
 def table(entries: list[dict[str, Any]]) -> str:
@@ -172,7 +174,7 @@ def table(entries: list[dict[str, Any]]) -> str:
     for e in entries:
         pairs.setdefault((e["level"], e["head_dim"], e["layout"], e["direction"]), {})[e["tiles_by"]] = e
     for (level, head_dim, layout, direction), by in pairs.items():
-        rows = {whose: _row(by[whose]) for whose in ("torch", "flexdilated")}
+        rows = {owner: _row(by[owner]) for owner in ("torch", "flexdilated")}
         if len(set(rows.values())) > 1:
             lines.append(f"| sm_{level} | {head_dim} | {layout} | {direction} | {' | '.join(rows.values())} |")
     return "\n".join(lines)
@@ -184,13 +186,8 @@ def _row(e: dict[str, Any]) -> str:
 
 
 def faults(config: Config, cost: Cost, most_spills: int | None) -> Iterator[str]:
-    """What is wrong with a kernel that has our tiles; `most_spills` is None where nothing is kept of it."""
-    if most_spills is None:
-        yield "is not kept: --write keeps it"
-    elif cost.spills > most_spills:
-        yield f"spills {cost.spills} stores, more than the {most_spills} kept"
-    if cost.shared > SHARED_MEMORY[config.level]:
-        yield f"takes {cost.shared} bytes of shared memory, more than {SHARED_MEMORY[config.level]}"
+    """What is wrong with a kernel that has our tiles."""
+    return cubins.memory_faults(config.level, cost.spills, cost.shared, most_spills)
 
 
 def write(entries: list[dict[str, Any]]) -> None:
@@ -210,7 +207,7 @@ def main() -> None:
     if chosen.float32 and chosen.write:
         parser.error("--write must come without --float32")
     names = (*Config._fields, "direction")
-    kept = {tuple(e[name] for name in names): e for e in json.loads(KEPT.read_text())} if KEPT.exists() else {}
+    baseline = {tuple(e[name] for name in names): e for e in json.loads(KEPT.read_text())} if KEPT.exists() else {}
     failed = False
     for config in map(Config._make, itertools.product(chosen.levels, chosen.head_dims, chosen.layouts, CHOOSERS)):
         for cost in costs_of(config, torch.float32 if chosen.float32 else torch.bfloat16):
@@ -218,16 +215,18 @@ def main() -> None:
             most = (
                 sys.maxsize
                 if chosen.write or chosen.float32 or config.tiles_by == "torch"
-                else kept[key]["spills"]
-                if key in kept
+                else baseline[key]["spills"]
+                if key in baseline
                 else None
             )
             wrong = list(faults(config, cost, most))
             failed |= bool(wrong)
             print(*config, *cost, "; ".join(wrong), sep="  ", flush=True)
-            kept[key] = {**config._asdict(), **cost._asdict()}
-        if chosen.write and all((*config[:3], by, direction) in kept for by in CHOOSERS for direction in ("forward", "backward")):
-            write(list(kept.values()))
+            baseline[key] = {**config._asdict(), **cost._asdict()}
+        if chosen.write and all(
+            (*config[:3], by, direction) in baseline for by in CHOOSERS for direction in ("forward", "backward")
+        ):
+            write(list(baseline.values()))
     sys.exit(failed)
 
 

@@ -111,27 +111,27 @@ def run(exchange: str, tokens: int, delays: tuple[float, float]) -> tuple[float,
     def work_of(rank: int) -> TaskAttention:
         return TaskAttention(Inputs(*parts[rank][:3]), op_options=call.op_options(), plan=plan, exchange=exchange, rank=rank)
 
-    def ahead(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
+    def run_forward(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
         def work(rank: int) -> None:
             outs[rank] = context_forward(work_of(rank), transport(rank))
 
         return work
 
-    def back(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
+    def run_backward(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
         def work(rank: int) -> None:
             out, lse, received = outs[rank]
-            given = OutputGradients(dout=parts[rank][3], dlse=None, out=out, lse=lse)
-            context_backward(work_of(rank), given, received, transport(rank))
+            gradients = OutputGradients(dout=parts[rank][3], dlse=None, out=out, lse=lse)
+            context_backward(work_of(rank), gradients, received, transport(rank))
 
         return work
 
-    taken = []
-    for pass_, delay in zip((ahead, back), delays):
+    durations = []
+    for pass_, delay in zip((run_forward, run_backward), delays):
         mail = SlowMail(delay)
         begin = time.perf_counter()
         run_ranks(RANKS, pass_(lambda rank, mail=mail: SimulatedTransport(rank, mail)))
-        taken.append(time.perf_counter() - begin)
-    return taken[0], taken[1]
+        durations.append(time.perf_counter() - begin)
+    return durations[0], durations[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

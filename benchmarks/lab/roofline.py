@@ -77,9 +77,9 @@ DEVICES = (
 )
 
 
-def seconds(found: Work, device: Device) -> float:
+def seconds(work: Work, device: Device) -> float:
     """The least time that a device needs at its published rates."""
-    return math.fsum(max(step.flops / device.flops_per_second, step.bytes / device.bytes_per_second) for step in found.steps)
+    return math.fsum(max(step.flops / device.flops_per_second, step.bytes / device.bytes_per_second) for step in work.steps)
 
 
 def useful_flops(pattern: DilatedPattern, shape: Shape) -> tuple[int, int]:
@@ -142,12 +142,12 @@ def main() -> None:
                 )
                 print(f"{'backend':15} {'pass':8} {'GB':>8} {'launches':>8}" + "".join(f"{device.name:>13}" for device in DEVICES))
                 for backend in BACKENDS:
-                    for direction, useful, found in zip(
+                    for direction, useful, total in zip(
                         ("forward", "backward"), useful_flops(pattern, shape), work(backend, pattern, shape)
                     ):
-                        row = f"{backend.name:15} {direction:8} {found.bytes / 1e9:8.2f} {found.launches:8}"
+                        row = f"{backend.name:15} {direction:8} {total.bytes / 1e9:8.2f} {total.launches:8}"
                         for device in DEVICES:
-                            least = seconds(found, device)
+                            least = seconds(total, device)
                             bound = f"{least * 1e3:.3g} / {useful / least / 1e12:.0f}"
                             row += f"{bound if device.capability >= backend.capability else '-':>13}"
                         print(row)

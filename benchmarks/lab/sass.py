@@ -15,33 +15,35 @@ READERS = re.compile(r"ST|RED|BAR|BRA|SYNCS|UTMA|LDGSTS|WARPGROUP|DEPBAR|R2UR|R2
 
 def loops(code: str) -> list[Loop]:
     """From the target of each backward jump to the jump, where products are computed in between."""
-    lines = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)]
-    jumps = ((at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", what)) for at, what in lines)
-    ranges = [(int(to[1], 16), at) for at, to in jumps if to is not None and int(to[1], 16) < at]
-    found = ([line for line in lines if low <= line[0] <= high] for low, high in ranges)
-    return [loop for loop in found if any(MULTIPLIED.search(what) for _, what in loop)]
+    lines = [(int(address, 16), instruction) for address, instruction in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)]
+    jumps = ((address, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", instruction)) for address, instruction in lines)
+    ranges = [(int(target[1], 16), address) for address, target in jumps if target is not None and int(target[1], 16) < address]
+    ranges_of_lines = ([line for line in lines if low <= line[0] <= high] for low, high in ranges)
+    return [loop for loop in ranges_of_lines if any(MULTIPLIED.search(instruction) for _, instruction in loop)]
 
 
 def spilled(code: str) -> int:
     """Spilled stores and loads in loops."""
-    return len({at for loop in loops(code) for at, what in loop if SPILLED.search(what)})
+    return len({address for loop in loops(code) for address, instruction in loop if SPILLED.search(instruction)})
 
 
 def faults(code: str) -> tuple[int, int]:
     """Inner loops whose wgmma instructions run one at a time, and those that overwrite an operand of one in flight."""
-    found = loops(code)
+    all_loops = loops(code)
     inner = [
-        [what for _, what in loop]
-        for loop in found
-        if not any(other is not loop and loop[0][0] <= other[0][0] and other[-1][0] <= loop[-1][0] for other in found)
+        [instruction for _, instruction in loop]
+        for loop in all_loops
+        if not any(
+            enclosed is not loop and loop[0][0] <= enclosed[0][0] and enclosed[-1][0] <= loop[-1][0] for enclosed in all_loops
+        )
     ]
     return sum(map(_is_serialised, inner)), sum(map(_is_overwritten, inner))
 
 
 def _is_serialised(loop: list[str]) -> bool:
     """Whether ptxas waits after every product, as its warnings C7510 to C7515 say."""
-    products = sum("HGMMA" in what for what in loop)
-    return 0 < products <= sum(WAIT in what for what in loop)
+    products = sum("HGMMA" in instruction for instruction in loop)
+    return 0 < products <= sum(WAIT in instruction for instruction in loop)
 
 
 def _is_overwritten(loop: list[str]) -> bool:
@@ -50,23 +52,23 @@ def _is_overwritten(loop: list[str]) -> bool:
     ptxas before 13.3 may do so (https://github.com/triton-lang/triton/issues/9433).
     """
     flying: list[set[int]] = [set()]  # registers read by each group of products, the open group last
-    for what in loop * 2:  # a product may be in flight when the loop turns
-        instruction = re.sub(r"^@!?U?P\w+\s+", "", what)
+    for line in loop * 2:  # a product may be in flight when the loop turns
+        instruction = re.sub(r"^@!?U?P\w+\s+", "", line)
         if instruction.startswith(WAIT):
             pending = int(instruction.rpartition(",")[2], 16)
             flying = flying[max(0, len(flying) - 1 - pending) :]
             continue
-        if _written(instruction) & set().union(*flying):
+        if _registers_written(instruction) & set().union(*flying):
             return True
-        left = re.match(r"HGMMA\S* R\d+, R(\d+),", instruction)
-        if left is not None:
-            flying[-1] |= set(range(int(left[1]), int(left[1]) + 4))
+        operand = re.match(r"HGMMA\S* R\d+, R(\d+),", instruction)
+        if operand is not None:
+            flying[-1] |= set(range(int(operand[1]), int(operand[1]) + 4))
         if "gsb0" in instruction:
             flying.append(set())
     return False
 
 
-def _written(instruction: str) -> set[int]:
+def _registers_written(instruction: str) -> set[int]:
     """The registers that an instruction writes."""
     name, _, operands = instruction.partition(" ")
     first = re.match(r"\s*(?:U?P\w+, )?R(\d+)\b", operands)

@@ -99,8 +99,8 @@ def _rows(pattern: DilatedPattern, shape: Shape) -> Iterator[_Rows]:
 
 def _merges(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether dims are one dim of a view."""
-    kept = [(size, stride) for size, stride in zip(sizes, strides) if size > 1]
-    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(kept))
+    dims = [(size, stride) for size, stride in zip(sizes, strides) if size > 1]
+    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(dims))
 
 
 def _parts(pattern: DilatedPattern, shape: Shape) -> Iterator[tuple[_Rows, StridedLayout, StridedLayout | None]]:
@@ -112,11 +112,11 @@ def _parts(pattern: DilatedPattern, shape: Shape) -> Iterator[tuple[_Rows, Strid
     queries = layouts(slabs, (batch, tokens, heads, width), (tokens * heads * width, heads * width, width, 1), group)
     lses = layouts(slabs, (batch, tokens, heads, 1), (heads * tokens, 1, tokens, 1), group)
     for piece, part, (_, of_q), (_, of_lse) in zip(slabs.pieces, slabs.parts, queries, lses):
-        counts = (len(range(n)[some]) for n, some in zip((batch, piece.segments, piece.offsets, piece.heads), part))
-        some, segments, offsets, kv_heads = counts
-        alone = piece._replace(segments=segments, offsets=offsets, heads=kv_heads)
+        counts = (len(range(n)[selected]) for n, selected in zip((batch, piece.segments, piece.offsets, piece.heads), part))
+        part_batch, segments, offsets, kv_heads = counts
+        part_piece = piece._replace(segments=segments, offsets=offsets, heads=kv_heads)
         assert of_q is not None
-        yield _Rows(alone, shape._replace(batch=some)), of_q, of_lse
+        yield _Rows(part_piece, shape._replace(batch=part_batch)), of_q, of_lse
 
 
 def _copies(*sizes: int) -> Iterator[Step]:
@@ -132,7 +132,7 @@ def _starts(pattern: DilatedPattern, *sizes: int) -> Iterator[Step]:
             yield Step(0, size)
 
 
-def _whole(shape: Shape) -> tuple[int, int, int]:
+def _tensor_bytes(shape: Shape) -> tuple[int, int, int]:
     """Bytes of q, k and lse."""
     tokens = shape.batch * shape.num_tokens
     width = shape.head_dim * shape.element
@@ -158,7 +158,7 @@ FLASH_ATTN_4 = Library(shares_kv=True, contiguous_backward=False, writes=True)
 
 def walk_forward(pattern: DilatedPattern, shape: Shape, library: Library) -> Iterator[Step]:
     """The loop over pieces by a library's kernel."""
-    q, _, lse = _whole(shape)
+    q, _, lse = _tensor_bytes(shape)
     yield from _starts(pattern, q, lse)
     for rows, *_ in _parts(pattern, shape):
         yield from _repeat(rows, library)
@@ -176,27 +176,27 @@ def _repeat(rows: _Rows, library: Library) -> Iterator[Step]:
 
 
 def walk_backward(pattern: DilatedPattern, shape: Shape, library: Library) -> Iterator[Step]:
-    q, k, lse = _whole(shape)
+    q, k, lse = _tensor_bytes(shape)
     yield from _starts(pattern, q, k, k)
     yield Step(0, lse + lse // LSE)  # lse == -inf
     yield Step(0, 2 * lse + lse // LSE)  # masked_fill
     for rows, of_q, of_lse in _parts(pattern, shape):
         yield from _repeat(rows, library)
-        if library.contiguous_backward and not _lies(of_q, (0, 2, 1, 3)):
+        if library.contiguous_backward and not _is_contiguous(of_q, (0, 2, 1, 3)):
             yield from _copies(rows.q, rows.q)
-        if of_lse is None or (library.contiguous_lse and not _lies(of_lse, (0, 1, 2))):
+        if of_lse is None or (library.contiguous_lse and not _is_contiguous(of_lse, (0, 1, 2))):
             yield from _copies(rows.lse)
         if library.seeds:
             yield Step(0, library.seeds)
-        read = rows.k if library.shares_kv else rows.q
-        yield Step(rows.flops(BACKWARD_PRODUCTS), 4 * rows.q + 4 * read + rows.lse)
-        if read != rows.k:
+        kv = rows.k if library.shares_kv else rows.q
+        yield Step(rows.flops(BACKWARD_PRODUCTS), 4 * rows.q + 4 * kv + rows.lse)
+        if kv != rows.k:
             yield Step(0, 2 * (rows.q + rows.k), 2)  # gradients of shared heads are summed
-        if not (rows.piece.covers and library.writes and read == rows.k):
+        if not (rows.piece.covers and library.writes and kv == rows.k):
             yield Step(0, (2 if rows.piece.covers else 3) * (rows.q + 2 * rows.k), 3)
 
 
-def _lies(layout: StridedLayout, order: tuple[int, ...]) -> bool:
+def _is_contiguous(layout: StridedLayout, order: tuple[int, ...]) -> bool:
     """Whether a view is contiguous with its dims in some order."""
     return _is_dense([(layout[0][i], layout[1][i]) for i in order], 1)
 
@@ -212,7 +212,7 @@ def _is_dense(dims: list[tuple[int, int]], inner: int) -> bool:
 
 def packed_forward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
     """FlexAttention over kept rows, a call per piece."""
-    q, _, lse = _whole(shape)
+    q, _, lse = _tensor_bytes(shape)
     wide, mask = q // shape.element * LSE, lse // LSE
     pieces = list(_rows(pattern, shape))
     for rows in pieces:
@@ -236,7 +236,7 @@ def packed_forward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
 
 def packed_backward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
     """What autograd makes of the forward: sums over whole tensors wherever a piece was read or written through a view."""
-    q, k, lse = _whole(shape)
+    q, k, lse = _tensor_bytes(shape)
     wide, mask = q // shape.element * LSE, lse // LSE
     pieces = list(_rows(pattern, shape))
     count = len(pieces)
@@ -295,13 +295,13 @@ def _are_lanes(piece: Piece, sizes: tuple[int, ...], strides: tuple[int, ...]) -
 
 def fused_forward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
     """FlexAttention over the raw layout, one call."""
-    q, k, lse = _whole(shape)
+    q, k, lse = _tensor_bytes(shape)
     yield Step(0, LSE)  # the first token as a tensor
     yield Step(_fused_flops(pattern, shape, FORWARD_PRODUCTS), 2 * q + 2 * k + lse)
 
 
 def fused_backward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
-    q, k, lse = _whole(shape)
+    q, k, lse = _tensor_bytes(shape)
     yield Step(0, lse)  # the gradient that lse has not
     yield Step(_fused_flops(pattern, shape, SPLIT_BACKWARD_PRODUCTS), 4 * q + 4 * k + 2 * lse)
     yield from _copies(q, k, k)  # gradients of one document are put together
@@ -313,25 +313,25 @@ def _fused_flops(pattern: DilatedPattern, shape: Shape, products: int) -> int:
 
 def in_place_forward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
     """One kernel that reads rows in place and merges as it writes."""
-    q, _, lse = _whole(shape)
+    q, _, lse = _tensor_bytes(shape)
     yield from _starts(pattern, q, lse)
-    for some in _launches(pattern, shape):
-        merged = 1 if some[0].piece.covers else 2  # out and lse are written, or read and written
-        moved = sum(rows.q + 2 * rows.k + merged * (rows.q + rows.lse) for rows in some)
-        yield Step(sum(rows.flops(FORWARD_PRODUCTS) for rows in some), moved)
+    for launch_rows in _launches(pattern, shape):
+        merged = 1 if launch_rows[0].piece.covers else 2  # out and lse are written, or read and written
+        moved = sum(rows.q + 2 * rows.k + merged * (rows.q + rows.lse) for rows in launch_rows)
+        yield Step(sum(rows.flops(FORWARD_PRODUCTS) for rows in launch_rows), moved)
 
 
 def in_place_backward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
     """`delta` once, then dk and dv of pieces in one launch and dq in another: two products are computed in both."""
-    q, k, lse = _whole(shape)
+    q, k, lse = _tensor_bytes(shape)
     yield Step(0, 2 * q + 3 * lse)  # out, dout and lse in; lse and delta out
     yield from _starts(pattern, q, k, k)
-    for some in _launches(pattern, shape):
-        added = 1 if some[0].piece.covers else 2
-        queries, keys = sum(rows.q for rows in some), sum(rows.k for rows in some)
-        read = 2 * queries + 2 * keys + 2 * sum(rows.lse for rows in some)  # q, dout, k, v, lse and delta
-        yield Step(sum(rows.flops(4) for rows in some), read + added * 2 * keys)
-        yield Step(sum(rows.flops(SPLIT_BACKWARD_PRODUCTS - 4) for rows in some), read + added * queries)
+    for launch_rows in _launches(pattern, shape):
+        added = 1 if launch_rows[0].piece.covers else 2
+        queries, keys = sum(rows.q for rows in launch_rows), sum(rows.k for rows in launch_rows)
+        bytes_read = 2 * queries + 2 * keys + 2 * sum(rows.lse for rows in launch_rows)  # q, dout, k, v, lse and delta
+        yield Step(sum(rows.flops(4) for rows in launch_rows), bytes_read + added * 2 * keys)
+        yield Step(sum(rows.flops(SPLIT_BACKWARD_PRODUCTS - 4) for rows in launch_rows), bytes_read + added * queries)
 
 
 def _launches(pattern: DilatedPattern, shape: Shape) -> Iterator[list[_Rows]]:

@@ -96,8 +96,8 @@ def choose_pattern(
     most = at_least_one("most", most)
     if not isinstance(patterns, Iterable):
         raise TypeError(f"patterns must be a sequence, got {patterns!r}; put one in a tuple")
-    given = tuple(patterns)
-    for pattern in given:
+    own_patterns = tuple(patterns)
+    for pattern in own_patterns:
         checked(pattern, num_tokens, num_heads)
 
     def pairs_of(length: int, rate: int) -> int:
@@ -105,8 +105,8 @@ def choose_pattern(
         total = 0
         for segment, repeats in segment_counts(num_tokens, length):
             rows, longer = divmod(segment, rate)  # `longer` residues have one row more
-            for kept, residues in ((rows + 1, longer), (rows, rate - longer)):
-                total += repeats * residues * (kept * (kept + 1) // 2 if is_causal else kept * kept)
+            for num_rows, residues in ((rows + 1, longer), (rows, rate - longer)):
+                total += repeats * residues * (num_rows * (num_rows + 1) // 2 if is_causal else num_rows * num_rows)
         return num_heads // rate * total
 
     dense = pairs_of(num_tokens, 1)
@@ -118,21 +118,21 @@ def choose_pattern(
         judged(pattern, sum(pairs_of(*branch) for branch in pattern.branches), _about(pattern, num_tokens, num_heads))
         for pattern in _proposals(num_tokens, num_heads)
     ]
-    tried = sorted((each for each in proposals if each.share <= 1.0), key=_order)
+    tried = sorted((choice for choice in proposals if choice.share <= 1.0), key=_order)
     best: dict[tuple[int, ...], Choice] = {}
-    for each in tried:
-        if each.is_within_budget:
-            best.setdefault(each.pattern.dilation_rates, each)
-    shown = list(best.values())[:most] or [min(tried, key=lambda each: each.pairs)]
-    for pattern in given:
+    for choice in tried:
+        if choice.is_within_budget:
+            best.setdefault(choice.pattern.dilation_rates, choice)
+    shown = list(best.values())[:most] or [min(tried, key=lambda choice: choice.pairs)]
+    for pattern in own_patterns:
         pairs = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
         shown.append(judged(pattern, pairs, _about_given(pattern, num_tokens, num_heads, is_causal=is_causal), is_given=True))
     return Choices(num_tokens, num_heads, is_causal, float(budget), tuple(shown), tuple(tried))
 
 
-def _order(each: Choice) -> tuple[int, int, int]:
+def _order(choice: Choice) -> tuple[int, int, int]:
     """Better comes first."""
-    return (len(each.pattern.branches), max(each.pattern.dilation_rates), -each.local)
+    return (len(choice.pattern.branches), max(choice.pattern.dilation_rates), -choice.local)
 
 
 def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
@@ -152,10 +152,10 @@ def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
 def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> str:
     if len(pattern.branches) == 1:
         return "Dense attention: every token reads all others."
-    (local, _), (far, rate), *others = pattern.segments("choose_pattern")
-    where = f"the tokens of longer segments of {far:,} and {others[0][0]:,}" if others else f"all {num_tokens:,} tokens"
-    same = num_heads // rate
-    count = f"{same} heads read" if same > 1 else "one head reads"
+    (local, _), (far, rate), *third = pattern.segments("choose_pattern")
+    where = f"the tokens of longer segments of {far:,} and {third[0][0]:,}" if third else f"all {num_tokens:,} tokens"
+    num_readers = num_heads // rate
+    count = f"{num_readers} heads read" if num_readers > 1 else "one head reads"
     return f"Each token reads its segment of {local:,} tokens and, in each head, 1 in {rate} of {where}; {count} the same ones."
 
 

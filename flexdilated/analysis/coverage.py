@@ -40,11 +40,11 @@ def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int
     """
     _, num_heads = checked(pattern, 1, num_heads)
     check_listable(pattern)
-    found = []
+    missing = []
     for branch, (_, rate) in enumerate(pattern.segments("missing_residues")):
-        kept = {pattern.offset(branch, head, num_heads) for head in pattern.head_range(branch, num_heads)}
-        found.append(tuple(residue for residue in range(rate) if residue not in kept))
-    return tuple(found)
+        kept_residues = {pattern.offset(branch, head, num_heads) for head in pattern.head_range(branch, num_heads)}
+        missing.append(tuple(residue for residue in range(rate) if residue not in kept_residues))
+    return tuple(missing)
 
 
 def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> int:
@@ -71,17 +71,17 @@ def _uncovered(branches: list[Together], num_tokens: int) -> int:
     start = borders(tuple(branch.length for branch in branches), num_tokens)
     size = np.diff(start, append=num_tokens)
     phases = np.stack([start % branch.length % branch.rate for branch in branches], axis=1)
-    tables, which = np.unique(phases, axis=0, return_inverse=True)
-    which = which.reshape(-1)
+    tables, table_index = np.unique(phases, axis=0, return_inverse=True)
+    table_index = table_index.reshape(-1)
     longest, period = int(size.max()), math.lcm(*(branch.rate for branch in branches))
     total = 0
     for table, phase in enumerate(tables.tolist()):
-        sizes = size[which == table]
+        sizes = size[table_index == table]
         lost = np.ones(min(longest, period), np.bool_)
-        for branch, at in zip(branches, phase):
+        for branch, branch_phase in zip(branches, phase):
             keeps = np.zeros(branch.rate, np.bool_)
             keeps[list(branch.offsets)] = True
-            lost &= ~keeps[(at + np.arange(len(lost))) % branch.rate]
+            lost &= ~keeps[(branch_phase + np.arange(len(lost))) % branch.rate]
         below = np.concatenate([[0], np.cumsum(lost)])
         total += int((sizes // len(lost) * below[-1] + below[sizes % len(lost)]).sum())
     return total
@@ -127,15 +127,15 @@ def _folded(branches: list[Together], num_tokens: int) -> tuple[list[Together], 
     if any(outer % part for part, outer in pairwise(chain)):
         return branches, num_tokens
     # Level by level: what a segment and the rest of the sequence hold of the segments of the level below.
-    size, rest, below = period, num_tokens % period, period
+    size, rest_size, below = period, num_tokens % period, period
     shorter = {}
     for length in inner:
-        parts, whole = length // below, num_tokens % length // below
+        parts, num_whole = length // below, num_tokens % length // below
         few = min(parts, FEW)
-        rest += min(whole, few - 1) * size
+        rest_size += min(num_whole, few - 1) * size
         below, size = length, few * size
         shorter[length] = size
-    tokens = rest + min(num_tokens // below, FEW - 1) * size
+    tokens = rest_size + min(num_tokens // below, FEW - 1) * size
     shorter[num_tokens] = tokens
     return [branch._replace(length=shorter[branch.length]) for branch in branches], tokens
 
@@ -148,18 +148,18 @@ def _kinds(branches: tuple[Together, ...], num_tokens: int) -> Integers:
     if size.sum() > MAX_KINDS:
         raise _too_many("kinds of tokens", int(size.sum()), MAX_KINDS, branches)
     token = np.repeat(start - np.cumsum(size) + size, size) + np.arange(size.sum())
-    members, taken = [], 0
+    members, num_cliques = [], 0
     for length, rate, offsets in branches:
         residue = token % length % rate
         segment = token // length
-        members.append(np.where(np.isin(residue, offsets), taken + segment * rate + residue, -1))
-        taken += (-(-num_tokens // length)) * rate
+        members.append(np.where(np.isin(residue, offsets), num_cliques + segment * rate + residue, -1))
+        num_cliques += (-(-num_tokens // length)) * rate
     kinds = np.unique(np.stack(members, axis=1), axis=0)
-    used, named = np.unique(kinds, return_inverse=True)
-    named = named.reshape(kinds.shape) - (used[0] == -1)
+    used, numbered = np.unique(kinds, return_inverse=True)
+    numbered = numbered.reshape(kinds.shape) - (used[0] == -1)
     if len(used) > MAX_CLIQUES:
         raise _too_many("segments and offsets", len(used), MAX_CLIQUES, branches)
-    return named
+    return numbered
 
 
 def _farthest(members: Integers) -> int | None:
@@ -169,11 +169,11 @@ def _farthest(members: Integers) -> int | None:
     distance = np.concatenate([distance, spare])  # -1 reads the last row, and below the last column
     distance = np.concatenate([distance, spare.reshape(-1)[:1].repeat(len(distance))[:, None]], axis=1)
     most = 0
-    whole = [i for i in range(members.shape[1]) if (members[:, i] >= 0).all()]
+    full_branches = [i for i in range(members.shape[1]) if (members[:, i] >= 0).all()]
     for kind in members:
         reached = distance[kind].min(axis=0)
         # The farthest clique of a branch that keeps every token is no nearer than the farthest token.
-        if whole and min(int(reached[members[:, i]].max()) for i in whole) <= most:
+        if full_branches and min(int(reached[members[:, i]].max()) for i in full_branches) <= most:
             continue
         most = max(most, int(reached[members].min(axis=1).max()))
     return None if most == np.iinfo(distance.dtype).max else 1 + most
@@ -185,18 +185,18 @@ def _distances(members: Integers) -> NDArray[np.uint16]:
     joined = np.zeros((cliques, cliques), np.bool_)
     for i in range(members.shape[1]):
         for j in range(members.shape[1]):
-            both = (members[:, i] >= 0) & (members[:, j] >= 0)
-            joined[members[both, i], members[both, j]] = True
+            in_both = (members[:, i] >= 0) & (members[:, j] >= 0)
+            joined[members[in_both, i], members[in_both, j]] = True
     packed = np.packbits(joined, axis=1)
     distance = np.full((cliques, cliques), np.iinfo(np.uint16).max, np.uint16)
     for source in range(cliques):
-        seen = np.zeros(cliques, np.bool_)
+        visited = np.zeros(cliques, np.bool_)
         frontier, layer = np.array([source]), 0
         while len(frontier):
-            seen[frontier] = True
+            visited[frontier] = True
             distance[source, frontier] = layer
             further = np.unpackbits(np.bitwise_or.reduce(packed[frontier], axis=0), count=cliques).astype(np.bool_)
-            frontier, layer = np.flatnonzero(further & ~seen), layer + 1
+            frontier, layer = np.flatnonzero(further & ~visited), layer + 1
     return distance
 
 
@@ -208,9 +208,9 @@ def _causal_layers(pattern: DilatedPattern, branches: list[Together], num_tokens
         return 1
     if len(undilated) == len(branches) and num_tokens // max(undilated) <= MAX_STEPS:
         # What the last token has seen is a run of tokens that ends with it, and no other token has seen less far.
-        at, layers = num_tokens - 1, 0
-        while at > 0:
-            at, layers = min(at // length * length for length in undilated), layers + 1
+        earliest, layers = num_tokens - 1, 0
+        while earliest > 0:
+            earliest, layers = min(earliest // length * length for length in undilated), layers + 1
         return layers
     if num_tokens > MAX_CAUSAL:
         raise NotImplementedError(
@@ -223,9 +223,9 @@ def _causal_layers(pattern: DilatedPattern, branches: list[Together], num_tokens
     return layers
 
 
-def _too_many(what: str, found: int, most: int, branches: tuple[Together, ...]) -> NotImplementedError:
+def _too_many(kind: str, count: int, most: int, branches: tuple[Together, ...]) -> NotImplementedError:
     lengths = tuple(branch.length for branch in branches)
     return NotImplementedError(
-        f"segment_lengths must give at most {most} {what} to look at, got {found} of {lengths}; use lengths that divide one "
+        f"segment_lengths must give at most {most} {kind} to look at, got {count} of {lengths}; use lengths that divide one "
         "another and rates that divide the shortest, fewer tokens, or keys_seen for single queries"
     )

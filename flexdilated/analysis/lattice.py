@@ -58,21 +58,21 @@ def check_listable(pattern: DilatedPattern) -> None:
 
 def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:
     """Heads by the tokens that they keep, `{one entry per branch that they run: heads}`."""
-    found: dict[tuple[Kept, ...], list[int]] = {}
+    groups: dict[tuple[Kept, ...], list[int]] = {}
     for head in range(num_heads):
         branches = pattern.kept(head, num_heads, "coverage and reach")
-        kept = tuple(branch._replace(length=min(branch.length, num_tokens)) for branch in branches)
-        found.setdefault(kept, []).append(head)
-    return found
+        clipped = tuple(branch._replace(length=min(branch.length, num_tokens)) for branch in branches)
+        groups.setdefault(clipped, []).append(head)
+    return groups
 
 
 def merge_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Together]:
     """The distinct branches of all heads together, the shortest segments first."""
-    found: dict[tuple[int, int], set[int]] = {}
-    for kept in group_heads(pattern, num_tokens, num_heads):
-        for length, rate, offset in kept:
-            found.setdefault((length, rate), set()).add(offset)
-    return [Together(length, rate, tuple(sorted(offsets))) for (length, rate), offsets in sorted(found.items())]
+    offsets_by_branch: dict[tuple[int, int], set[int]] = {}
+    for branches in group_heads(pattern, num_tokens, num_heads):
+        for length, rate, offset in branches:
+            offsets_by_branch.setdefault((length, rate), set()).add(offset)
+    return [Together(length, rate, tuple(sorted(offsets))) for (length, rate), offsets in sorted(offsets_by_branch.items())]
 
 
 def each_block(lengths: Sequence[int], num_tokens: int) -> Iterator[tuple[int, int]]:
@@ -97,43 +97,43 @@ def borders(lengths: tuple[int, ...], num_tokens: int) -> Integers:
         )
     starts = np.concatenate([np.arange(0, num_tokens, length, dtype=np.int64) for length in lengths])
     starts.sort(kind="stable")  # merges the sorted parts in a tenth of the time of `np.unique`, which hashes
-    found = starts[np.append(True, starts[1:] != starts[:-1])]
-    found.setflags(write=False)
-    return found
+    cell_starts = starts[np.append(True, starts[1:] != starts[:-1])]
+    cell_starts.setflags(write=False)
+    return cell_starts
 
 
-def count_common(kept: Sequence[Kept], num_tokens: int) -> Integers:
+def count_common(branches: Sequence[Kept], num_tokens: int) -> Integers:
     """The number of tokens of each cell that all these branches keep, by the Chinese remainder theorem.
 
     Raises:
         NotImplementedError: If the rates have a least common multiple beyond 64-bit integers.
     """
-    rates = [each.rate for each in kept]
+    rates = [branch.rate for branch in branches]
     if math.lcm(*rates) >= MOST_MULTIPLE or max(rates) >= MOST_RATE:
         raise NotImplementedError(
             f"dilation_rates must be below 2**31 with a least common multiple below 2**62, got {tuple(rates)}; "
             "use rates that share factors"
         )
-    start = borders(tuple(sorted({each.length for each in kept})), num_tokens)
+    start = borders(tuple(sorted({branch.length for branch in branches})), num_tokens)
     end = np.append(start[1:], num_tokens)
     # x = first + t * step are the tokens that the branches so far keep; `none` where there are none.
     first, step = np.zeros_like(start), 1
     none = np.zeros(len(start), np.bool_)
-    for length, rate, offset in kept:
+    for length, rate, offset in branches:
         origin = start // length * length + offset
         common = math.gcd(step, rate)
         gap = origin - first
-        apart = gap // common
+        quotient = gap // common
         if common > 1:
-            none |= apart * common != gap
-        other = rate // common
-        inverse = pow(step // common, -1, other) if other > 1 else 0
+            none |= quotient * common != gap
+        reduced_rate = rate // common
+        inverse = pow(step // common, -1, reduced_rate) if reduced_rate > 1 else 0
         # The inner product stays below rate * rate, the outer one below the least common multiple.
-        first = first + step * _modulo(_modulo(apart, other) * inverse, other)
-        step *= other
+        first = first + step * _modulo(_modulo(quotient, reduced_rate) * inverse, reduced_rate)
+        step *= reduced_rate
         first = _modulo(first, step)
-    at = start + _modulo(first - start, step)
-    return np.where(none | (at >= end), 0, (end - 1 - at) // step + 1)
+    first_kept = start + _modulo(first - start, step)
+    return np.where(none | (first_kept >= end), 0, (end - 1 - first_kept) // step + 1)
 
 
 def _modulo(x: Integers, by: int) -> Integers:

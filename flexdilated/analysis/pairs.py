@@ -89,35 +89,35 @@ def count_multiplicities(
         NotImplementedError: If a head runs more than 12 branches, or rates have a least common multiple of 2**62 or more.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
-    found: list[dict[int, int]] = [{}] * num_heads
-    known: dict[tuple[Kept, ...], int] = {}
-    for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
-        counts = _multiplicities(kept, num_tokens, known, is_causal=is_causal)
+    counts_by_head: list[dict[int, int]] = [{}] * num_heads
+    joined_pairs: dict[tuple[Kept, ...], int] = {}
+    for branches, heads in group_heads(pattern, num_tokens, num_heads).items():
+        counts = _multiplicities(branches, num_tokens, joined_pairs, is_causal=is_causal)
         for head in heads:
-            found[head] = counts
-    return tuple(dict(each) for each in found)
+            counts_by_head[head] = counts
+    return tuple(dict(head_counts) for head_counts in counts_by_head)
 
 
 def _multiplicities(
-    kept: tuple[Kept, ...], num_tokens: int, known: dict[tuple[Kept, ...], int], *, is_causal: bool
+    branches: tuple[Kept, ...], num_tokens: int, joined_pairs: dict[tuple[Kept, ...], int], *, is_causal: bool
 ) -> dict[int, int]:
-    """`count_multiplicities` of one head. `known` holds the number of pairs that all branches of a set join."""
-    if len(kept) > MAX_BRANCHES:
+    """`count_multiplicities` of one head. `joined_pairs` holds the number of pairs that all branches of a set join."""
+    if len(branches) > MAX_BRANCHES:
         raise NotImplementedError(
-            f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {len(kept)}"
+            f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {len(branches)}"
         )
     # By the size of a set of branches: the pairs that all of it join, summed over the sets of that size.
-    joined = [0] * (len(kept) + 1)
+    joined = [0] * (len(branches) + 1)
     empty: set[frozenset[int]] = set()
-    for size in range(1, len(kept) + 1):
-        for chosen in combinations(range(len(kept)), size):
+    for size in range(1, len(branches) + 1):
+        for chosen in combinations(range(len(branches)), size):
             if size > 1 and any(frozenset(chosen) - {i} in empty for i in chosen):
                 empty.add(frozenset(chosen))
                 continue
-            members = tuple(sorted({kept[i] for i in chosen}))
-            if members not in known:
-                known[members] = _joined_by_all(members, num_tokens, is_causal=is_causal)
-            pairs = known[members]
+            members = tuple(sorted({branches[i] for i in chosen}))
+            if members not in joined_pairs:
+                joined_pairs[members] = _joined_by_all(members, num_tokens, is_causal=is_causal)
+            pairs = joined_pairs[members]
             if not pairs:
                 empty.add(frozenset(chosen))
             joined[size] += pairs
@@ -130,5 +130,5 @@ def _multiplicities(
 def _joined_by_all(members: tuple[Kept, ...], num_tokens: int, *, is_causal: bool) -> int:
     if len(members) == 1:
         return members[0].count_pairs(num_tokens, is_causal=is_causal)
-    blocks = each_block([each.length for each in members], num_tokens)
+    blocks = each_block([branch.length for branch in members], num_tokens)
     return sum(times * sum_exact(count_common(members, tokens), is_causal=is_causal) for tokens, times in blocks)

@@ -26,12 +26,12 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> t
         num_heads: Heads H. Under grouped-query attention these are key/value heads.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
-    found = [-1] * num_heads
-    for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
-        most = max(branch.longest_reach() for branch in kept)
+    reach = [-1] * num_heads
+    for branches, heads in group_heads(pattern, num_tokens, num_heads).items():
+        most = max(branch.longest_reach() for branch in branches)
         for head in heads:
-            found[head] = most
-    return tuple(found)
+            reach[head] = most
+    return tuple(reach)
 
 
 def reachable(
@@ -67,13 +67,13 @@ def reachable(
     for branch in _branches(pattern, num_tokens, num_heads):
         joined |= branch.joins(position[:, None], position)
     joined = np.tril(joined) if is_causal else joined
-    seen, step = np.eye(num_tokens, dtype=np.bool_), joined.astype(np.float32)
+    reached, step = np.eye(num_tokens, dtype=np.bool_), joined.astype(np.float32)
     for _ in range(layers):
-        further = seen.astype(np.float32) @ step > 0
-        if (further == seen).all():
+        further = reached.astype(np.float32) @ step > 0
+        if (further == reached).all():
             break
-        seen = further
-    return seen
+        reached = further
+    return reached
 
 
 def keys_seen(
@@ -92,18 +92,18 @@ def keys_seen(
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     _check_layers(layers)
-    at = as_integer("query", query)
-    if not 0 <= at < num_tokens:
-        raise ValueError(f"query must be in [0, N={num_tokens}), got {at}")
+    query = as_integer("query", query)
+    if not 0 <= query < num_tokens:
+        raise ValueError(f"query must be in [0, N={num_tokens}), got {query}")
     branches = _branches(pattern, num_tokens, num_heads)
-    low, high = at, at + 1
+    low, high = query, query + 1
     for _ in range(layers):
         # A token is in the longest segment around it, but borders of shorter ones may lie farther out.
         wider = (
             min(low // length * length for length, _, _ in branches),
             max(min(-(-high // length) * length, num_tokens) for length, _, _ in branches),
         )
-        wider = (wider[0], min(wider[1], at + 1)) if is_causal else wider
+        wider = (wider[0], min(wider[1], query + 1)) if is_causal else wider
         if wider == (low, high):
             break
         low, high = wider
@@ -112,29 +112,29 @@ def keys_seen(
             f"layers must be such that a query sees keys of at most {MAX_WINDOW} tokens, got {layers}, which span {high - low}; "
             "use fewer layers or shorter segments"
         )
-    seen = np.zeros(high - low, np.bool_)
-    seen[at - low] = True
+    reached = np.zeros(high - low, np.bool_)
+    reached[query - low] = True
     position = np.arange(low, high)
     places = []  # by branch and offset: the kept tokens, counted from `low`, and the segment of each
     for length, rate, offset in branches:
-        kept = np.flatnonzero(Kept(length, rate, offset).keeps(position))
-        places.append((kept, position[kept] // length - low // length))
+        kept_tokens = np.flatnonzero(Kept(length, rate, offset).keeps(position))
+        places.append((kept_tokens, position[kept_tokens] // length - low // length))
     for _ in range(layers):
-        further = seen.copy()
-        for kept, segment in places:
+        further = reached.copy()
+        for kept_tokens, segment in places:
             # The last token of each segment that is seen: behind it a causal layer passes nothing on.
             last = np.full(int(segment[-1]) + 1 if len(segment) else 0, -1, np.int64)
-            np.maximum.at(last, segment[seen[kept]], kept[seen[kept]])
-            further[kept[(last >= 0)[segment] & ((kept <= last[segment]) if is_causal else True)]] = True
-        if (further == seen).all():
+            np.maximum.at(last, segment[reached[kept_tokens]], kept_tokens[reached[kept_tokens]])
+            further[kept_tokens[(last >= 0)[segment] & ((kept_tokens <= last[segment]) if is_causal else True)]] = True
+        if (further == reached).all():
             break
-        seen = further
-    return np.flatnonzero(seen) + low
+        reached = further
+    return np.flatnonzero(reached) + low
 
 
 def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Kept]:
     """The distinct branches of all heads."""
-    return sorted({each for kept in group_heads(pattern, num_tokens, num_heads) for each in kept})
+    return sorted({branch for branches in group_heads(pattern, num_tokens, num_heads) for branch in branches})
 
 
 def _check_layers(layers: int) -> None:

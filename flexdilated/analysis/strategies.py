@@ -119,15 +119,15 @@ def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
     """
     plan = layer_plan(layer)
     ours = [_ours(plan, layer, exchange) for exchange in EXCHANGES]
-    found = [*ours, *_all_keys(plan, layer), _ulysses(plan, layer)]
+    costs = [*ours, *_all_keys(plan, layer), _ulysses(plan, layer)]
     if not with_pairs:
-        return found
+        return costs
     # The ring of everything and the all-gather compute what gather computes: the rows of a rank's own queries.
     pairs = {name: cost_model.pairs(plan, name) for name in ("gather", "heads")}
     pairs |= dict.fromkeys(("ring", "ring-all", "all-gather"), pairs["gather"])
-    if found[-1].why_not is None:
+    if costs[-1].why_not is None:
         pairs["ulysses"] = _ulysses_pairs(layer)
-    return [replace(each, pairs=pairs.get(each.name)) for each in found]
+    return [replace(strategy, pairs=pairs.get(strategy.name)) for strategy in costs]
 
 
 def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
@@ -135,41 +135,23 @@ def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
     forward, backward = cost_model.bytes_received(plan, exchange, rows=rows, **layer.sizes)
     kv, q, out = (rows[kind].received for kind in ("kv", "q", "out"))
     buffers = cost_model.buffer_bytes(plan, exchange, rows=rows, **layer.sizes)
-    return Strategy(
-        exchange,
-        None,
-        is_exact,
-        forward=forward,
-        backward=backward,
-        rows=_halved(2 * kv + (q + out) * layer.group),
-        buffers=buffers,
-    )
+    received = _halved(2 * kv + (q + out) * layer.group)
+    return Strategy(exchange, is_exact=is_exact, forward=forward, backward=backward, rows=received, buffers=buffers)
 
 
 def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
     """Ring attention and all-gather: every rank receives all keys and values."""
     n, several = _shard_sizes(plan), layer.ranks > 1
-    others = (layer.tokens - n) * layer.kv_heads
-    own = n * layer.kv_heads
+    remote = (layer.tokens - n) * layer.kv_heads
+    local = n * layer.kv_heads
     row = 2 * layer.head_dim * layer.itemsize * layer.batch
     # The sum of rank r's dK|dV starts at rank r + 1, so that a rank receives all but the one it starts.
     sums = (layer.tokens - np.roll(n, 1)) * layer.kv_heads
-    held = np.full_like(n, 2 * own.max() * row * several)
-    ring = Strategy(
-        "ring-all", None, True, forward=others * row, backward=(others + sums) * row, rows=_halved(2 * others), buffers=held
-    )
-    gathered = (own + others) * row * several
+    common: dict[str, Any] = {"forward": remote * row, "rows": _halved(2 * remote)}
+    ring_buffers, all_rows = np.full_like(n, 2 * local.max() * row * several), (local + remote) * row * several
     return [
-        ring,
-        Strategy(
-            "all-gather",
-            None,
-            True,
-            forward=others * row,
-            backward=(layer.ranks - 1) * own * row,
-            rows=_halved(2 * others),
-            buffers=gathered,
-        ),
+        Strategy("ring-all", backward=(remote + sums) * row, buffers=ring_buffers, **common),
+        Strategy("all-gather", backward=(layer.ranks - 1) * local * row, buffers=all_rows, **common),
     ]
 
 
@@ -180,24 +162,22 @@ def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
     n = _shard_sizes(plan)
     row = layer.head_dim * layer.itemsize * layer.batch
     heads, kv_heads = layer.heads // layer.ranks, layer.kv_heads // layer.ranks
-    there, back = layer.tokens - n, n * (layer.ranks - 1)  # per head of a rank: tokens of others; own tokens, times other ranks
-    forward = there * (heads + 2 * kv_heads) + back * heads
-    backward = there * heads + back * (heads + 2 * kv_heads)
+    remote, outgoing = layer.tokens - n, n * (layer.ranks - 1)  # per head of a rank: others' tokens; own tokens times other ranks
+    forward = remote * (heads + 2 * kv_heads) + outgoing * heads
+    backward = remote * heads + outgoing * (heads + 2 * kv_heads)
     # A rank sends of its shard what it receives of out, and the reverse.
-    buffers = (there + back) * (2 * heads + 2 * kv_heads)
-    return Strategy(
-        "ulysses", None, True, forward=forward * row, backward=backward * row, rows=_halved(forward), buffers=buffers * row
-    )
+    buffers = (remote + outgoing) * (2 * heads + 2 * kv_heads)
+    return Strategy("ulysses", forward=forward * row, backward=backward * row, rows=_halved(forward), buffers=buffers * row)
 
 
 def _ulysses_pairs(layer: Layer) -> Counts:
     size = layer.kv_heads // layer.ranks
     # Ranks whose heads keep the same rows compute the same.
-    known: dict[Any, int] = {}
+    pairs_by_classes: dict[Any, int] = {}
     pairs = []
     for rank in range(layer.ranks):
         within = range(rank * size, (rank + 1) * size)
-        alone = context_plan(
+        rank_plan = context_plan(
             layer.pattern,
             (layer.tokens,),
             layer.kv_heads,
@@ -206,10 +186,10 @@ def _ulysses_pairs(layer: Layer) -> Counts:
             documents=layer.documents,
             is_causal=layer.is_causal,
         )
-        key = frozenset((offsets, len(heads)) for offsets, heads in alone.classes.items())
-        if key not in known:
-            known[key] = int(cost_model.pairs(alone, "gather")[0])
-        pairs.append(known[key])
+        key = frozenset((offsets, len(heads)) for offsets, heads in rank_plan.classes.items())
+        if key not in pairs_by_classes:
+            pairs_by_classes[key] = int(cost_model.pairs(rank_plan, "gather")[0])
+        pairs.append(pairs_by_classes[key])
     return np.array(pairs, np.int64)
 
 
@@ -224,7 +204,7 @@ def memory(layer: Layer, plan: ContextPlan, buffers: Counts) -> Memory:
     tensors = gradients + tokens * layer.heads * layer.lse_size
     total = tensors + gradients + buffers
     busiest = int(total.argmax())
-    return Memory(*(int(each[busiest]) for each in (tensors, gradients, buffers, total)))
+    return Memory(*(int(amount[busiest]) for amount in (tensors, gradients, buffers, total)))
 
 
 def _shard_sizes(plan: ContextPlan) -> Counts:
@@ -242,8 +222,8 @@ def traffic_by_ranks(layer: Layer) -> tuple[dict[str, list[tuple[int, int]]], bo
     lines: dict[str, list[tuple[int, int]]] = {name: [] for name in (*EXCHANGES, *OTHERS)}
     is_exact = True
     for ranks in counts:
-        for each in strategies(replace(layer, ranks=ranks), with_pairs=False):
-            if each.forward is not None and each.backward is not None:
-                lines[each.name].append((ranks, int((each.forward + each.backward).max())))
-                is_exact &= each.is_exact
+        for strategy in strategies(replace(layer, ranks=ranks), with_pairs=False):
+            if strategy.forward is not None and strategy.backward is not None:
+                lines[strategy.name].append((ranks, int((strategy.forward + strategy.backward).max())))
+                is_exact &= strategy.is_exact
     return lines, is_exact

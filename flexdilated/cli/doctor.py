@@ -29,8 +29,7 @@ HEAD_DIM = 64
 
 def doctor(
     device: Annotated[
-        str,
-        typer.Option(help="The device to examine, as torch spells it: cpu, cuda, cuda:1, mps. auto: cuda, else mps, else cpu."),
+        str, typer.Option(help="The device to examine, as torch spells it: cpu, cuda, cuda:1, mps. auto: cuda, else mps, else cpu.")
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -46,7 +45,7 @@ def doctor(
         for fault in _faults():
             console.print(Text(fault, "yellow"))
     with Console(stderr=True).status("checking kernels") as status:
-        reports = self_check(place, hardware, tell=lambda what: status.update(f"checking {what}"))
+        reports = self_check(place, hardware, report_progress=lambda progress: status.update(f"checking {progress}"))
     if as_json:
         typer.echo(json.dumps(_as_json(machine, hardware, reports), indent=2, allow_nan=False))
     else:
@@ -121,15 +120,15 @@ def _request(hardware: Hardware, dtype: torch.dtype, call: str, *, trains: bool 
 
 def _faults() -> list[str]:
     """What fails with the installed versions, though no check of this command runs it."""
-    found = flash.activation_fault()
-    return [] if found is None else [found]
+    fault = flash.activation_fault()
+    return [] if fault is None else [fault]
 
 
 def _preference(hardware: Hardware) -> str:
     """What `backend="auto"` goes by on this device."""
     if is_measured(hardware):
-        kept = json.loads(FILE.read_text())["provenance"]
-        about = [entry for entry in kept if entry["device"] == device_class(hardware)][-1]
+        provenance = json.loads(FILE.read_text())["provenance"]
+        about = [entry for entry in provenance if entry["device"] == device_class(hardware)][-1]
         where = f"{about.get('hardware', about.get('device_class'))}, torch {about['torch']}, {about['date']}"
         text = f"auto takes {_measured_choice(hardware)}, by measurements of one device of this class ({where})"
     else:
@@ -145,7 +144,7 @@ def _preference(hardware: Hardware) -> str:
 def _measured_choice(hardware: Hardware) -> str:
     """The backends of training calls at the head dim of the table, by dtype and number of tokens."""
     lengths = sorted({crossover.tokens for crossover in KEPT if crossover.device == device_class(hardware)})
-    said: dict[str, list[str]] = {}
+    dtypes_by_choice: dict[str, list[str]] = {}
     for name, dtype in DTYPES.items():
         request = _request(hardware, dtype, "plain")
         parts, last = [], None
@@ -154,8 +153,8 @@ def _measured_choice(hardware: Hardware) -> str:
             if backend != last:
                 parts.append(backend if last is None else f"from {tokens:,} tokens {backend}")
             last = backend
-        said.setdefault(", ".join(parts), []).append(name)
-    return "; ".join(f"{choice} in {', '.join(names)}" for choice, names in said.items())
+        dtypes_by_choice.setdefault(", ".join(parts), []).append(name)
+    return "; ".join(f"{choice} in {', '.join(names)}" for choice, names in dtypes_by_choice.items())
 
 
 def _reasons(candidate: Candidate, hardware: Hardware) -> dict[tuple[torch.dtype, str], str | None]:
@@ -172,11 +171,11 @@ def _backend_table(hardware: Hardware) -> Table:
         reasons = _reasons(candidate, hardware)
         cells = []
         for dtype in DTYPES.values():
-            able = [call for call in CALLS if reasons[dtype, call] is None]
-            if not able and candidate.why_not(_request(hardware, dtype, "plain", trains=False)) is None:
-                able = ["inference"]
+            calls = [call for call in CALLS if reasons[dtype, call] is None]
+            if not calls and candidate.why_not(_request(hardware, dtype, "plain", trains=False)) is None:
+                calls = ["inference"]
             cells.append(
-                Text("yes", "green") if len(able) == len(CALLS) else Text("\n".join(able) or "no", "yellow" if able else "dim")
+                Text("yes", "green") if len(calls) == len(CALLS) else Text("\n".join(calls) or "no", "yellow" if calls else "dim")
             )
         table.add_row(str(candidate), *cells, Text(_why(reasons)))
     return table
@@ -212,10 +211,10 @@ def _print_reports(console: Console, reports: list[Report]) -> None:
     for report in reports:
         for check in report.checks:
             if not check.passed:
-                what = check.raised or ", ".join(
+                failure = check.raised or ", ".join(
                     f"{name} {error:.1e}" for name, error in check.errors.items() if not error <= report.tolerance
                 )
-                console.print(Text(f"FAIL {report.candidate} {spelled(report.dtype)}, {check.case}: {what}"), soft_wrap=True)
+                console.print(Text(f"FAIL {report.candidate} {spelled(report.dtype)}, {check.case}: {failure}"), soft_wrap=True)
     failed = sum(not check.passed for report in reports for check in report.checks)
     total = sum(len(report.checks) for report in reports)
     console.print(Text(f"{total - failed} of {total} checks pass" + (f", {failed} FAIL" if failed else "")))

@@ -31,14 +31,14 @@ def generate(
     device: CudaDeviceOption = "auto",
 ) -> None:
     """Continue a text with a trained model, and print both. Time and memory per byte do not grow with the length of the text."""
-    read = prompt_file.read_bytes() if prompt_file is not None else (prompt or "").encode()
-    if (prompt and prompt_file) or not read:
+    prompt_bytes = prompt_file.read_bytes() if prompt_file is not None else (prompt or "").encode()
+    if (prompt and prompt_file) or not prompt_bytes:
         refuse("--prompt or --prompt-file must be given, one of them and with at least one byte")
     loaded = read_model("--model", model, device_named(device, auto=["cuda"]))
     if loaded.config.vocab_size != BYTES:
         refuse(f"--model must be a model of bytes, with vocab_size={BYTES}, got vocab_size={loaded.config.vocab_size}")
-    written = continued(loaded, read, num_bytes=num_bytes, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
-    typer.echo(written.decode("utf-8", "replace"))
+    text = continued(loaded, prompt_bytes, num_bytes=num_bytes, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
+    typer.echo(text.decode("utf-8", "replace"))
 
 
 def continued(model: LongNetLM, prompt: bytes, *, num_bytes: int, seed: int, **options: Any) -> bytes:

@@ -49,9 +49,7 @@ SegmentLengthsOption = Annotated[
 DilationRatesOption = Annotated[
     Integers | None,
     typer.Option(
-        parser=integers,
-        metavar="N,N",
-        help="Every r-th token of a segment is kept: one rate per segment length, comma separated.",
+        parser=integers, metavar="N,N", help="Every r-th token of a segment is kept: one rate per segment length, comma separated."
     ),
 ]
 PresetOption = Annotated[

@@ -112,8 +112,8 @@ def plan(
     """
     options.check_picture(output)
     kv_heads = options.kv_heads_named(heads, kv_heads)
-    named = (segment_lengths, dilation_rates, preset)
-    pattern = options.pattern_named(*named, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
+    pattern_options = (segment_lengths, dilation_rates, preset)
+    pattern = options.pattern_named(*pattern_options, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
     documents = (tokens,) if document_lengths is None else tuple(document_lengths)
     if min(documents) < 0 or sum(documents) != tokens:
         refuse(f"--document-lengths must add up to --tokens={tokens}, each at least 0, got {','.join(map(str, documents))}")
@@ -134,24 +134,24 @@ def plan(
         document_lengths=documents,
     )
 
-    whole, found = layer_plan(layer), strategies(layer)
+    shard_plan, costs = layer_plan(layer), strategies(layer)
     sizes = {name: size for name, size in layer.sizes.items() if name != "lse_size"}
-    budget = cost_model.default_budget(whole, **sizes) if memory_budget is None else memory_budget
+    budget = cost_model.default_budget(shard_plan, **sizes) if memory_budget is None else memory_budget
     speeds = cost_model.Speeds(link_speed * 1e9, compute_speed * 1e12)
-    auto = cost_model.choose(whole, budget=budget, speeds=speeds, **layer.sizes)
+    auto = cost_model.choose(shard_plan, budget=budget, speeds=speeds, **layer.sizes)
 
     console = Console()
     console.print(Text(_title(layer), style="bold"), soft_wrap=True)
     lines = layer_lines(layer)
-    if whole.is_local:
+    if shard_plan.is_local:
         lines.append("every segment lies inside one shard: our exchanges move nothing")
     if causal:
         lines.append(options.connection(pattern, max(documents), kv_heads))
     console.print(Text("\n".join(lines) + "\n"), soft_wrap=True)
-    options.print_table(console, _table(layer, whole, found, auto))
-    lines = [f"{LABELS[each.name]}: {each.why_not}" for each in found if each.why_not is not None]
-    lines += ["", _times(layer, found, speeds)]
-    if not all(each.is_exact for each in found):
+    options.print_table(console, _table(layer, shard_plan, costs, auto))
+    lines = [f"{LABELS[cost.name]}: {cost.why_not}" for cost in costs if cost.why_not is not None]
+    lines += ["", _times(layer, costs, speeds)]
+    if not all(cost.is_exact for cost in costs):
         lines.append(AT_MOST)
     lines += ["", f"memory budget of the messages: {decimal(budget, precision=2)}", EXPLANATION]
     console.print(Text("\n".join(lines)), soft_wrap=True)
@@ -168,39 +168,39 @@ def _title(layer: Layer) -> str:
     return f"{layer.tokens:,} tokens on {layer.ranks:,} rank{'s' * (layer.ranks > 1)}, shards: {shard} tokens"
 
 
-def _table(layer: Layer, whole: ContextPlan, found: Sequence[Strategy], auto: str) -> Table:
+def _table(layer: Layer, shard_plan: ContextPlan, costs: Sequence[Strategy], auto: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("received per rank,\nbytes per layer", no_wrap=True)
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
-    for each in found:
-        name = LABELS[each.name] + ("" if each.is_exact else ", at most") + (" (auto)" if each.name == auto else "")
-        style = "bold" if each.name == auto else "" if each.is_ours else "dim"
-        table.add_row(Text(name, style), *_cells(layer, whole, each), end_section=each.name == EXCHANGES[-1])
+    for cost in costs:
+        name = LABELS[cost.name] + ("" if cost.is_exact else ", at most") + (" (auto)" if cost.name == auto else "")
+        style = "bold" if cost.name == auto else "" if cost.is_ours else "dim"
+        table.add_row(Text(name, style), *_cells(layer, shard_plan, cost), end_section=cost.name == EXCHANGES[-1])
     return table
 
 
-def _cells(layer: Layer, whole: ContextPlan, each: Strategy) -> list[str]:
+def _cells(layer: Layer, shard_plan: ContextPlan, cost: Strategy) -> list[str]:
     """What `COLUMNS` say of a strategy."""
-    if each.forward is None or each.backward is None or each.rows is None or each.buffers is None or each.pairs is None:
+    if cost.forward is None or cost.backward is None or cost.rows is None or cost.buffers is None or cost.pairs is None:
         return ["-"] * len(COLUMNS)
-    moved = [number for passed in (each.forward, each.backward) for number in (passed.max(), passed.mean())]
-    moved += [(each.forward + each.backward).max(), each.buffers.max(), memory(layer, whole, each.buffers).total]
+    moved = [number for passed in (cost.forward, cost.backward) for number in (passed.max(), passed.mean())]
+    moved += [(cost.forward + cost.backward).max(), cost.buffers.max(), memory(layer, shard_plan, cost.buffers).total]
     *moved_bytes, total = (decimal(round(number), precision=2) for number in moved)
-    return [*moved_bytes, f"{each.rows.max() / layer.kv_heads:,.0f}", total, f"{each.pairs.max() / each.pairs.mean():.2f}"]
+    return [*moved_bytes, f"{cost.rows.max() / layer.kv_heads:,.0f}", total, f"{cost.pairs.max() / cost.pairs.mean():.2f}"]
 
 
-def _times(layer: Layer, found: Sequence[Strategy], speeds: cost_model.Speeds) -> str:
+def _times(layer: Layer, costs: Sequence[Strategy], speeds: cost_model.Speeds) -> str:
     """What auto decides by."""
-    told = []
-    for each in found:
-        if each.is_ours and each.forward is not None and each.backward is not None and each.pairs is not None:
-            moved, scored = each.forward + each.backward, each.pairs * (layer.group * layer.batch)
+    times = []
+    for cost in costs:
+        if cost.is_ours and cost.forward is not None and cost.backward is not None and cost.pairs is not None:
+            moved, scored = cost.forward + cost.backward, cost.pairs * (layer.group * layer.batch)
             seconds = cost_model.seconds_of(moved, scored, layer.head_dim, speeds)
             busiest = int(seconds.argmax())
             total, receiving = float(seconds[busiest]), float(moved[busiest] / speeds.link)
             ms = [f"{1e3 * part:.3g}" for part in (total, receiving, total - receiving)]
-            at_most = "" if each.is_exact else "at most "
-            told.append(f"{each.name} {at_most}{ms[0]} ms ({ms[1]} receiving, {ms[2]} computing)")
+            at_most = "" if cost.is_exact else "at most "
+            times.append(f"{cost.name} {at_most}{ms[0]} ms ({ms[1]} receiving, {ms[2]} computing)")
     speed = f"at {speeds.link / 1e9:g} GB/s and {speeds.compute / 1e12:g} Tflop/s"
-    return f"estimated time of the busiest rank, one layer, forward and backward, {speed}: {'; '.join(told)}"
+    return f"estimated time of the busiest rank, one layer, forward and backward, {speed}: {'; '.join(times)}"

@@ -39,7 +39,7 @@ class Command(TyperCommand):
             names = [name for parameter in self.params for name in parameter.opts]
             options = {argument: option for argument, option in SHORTER.items() if option in names}
             options |= {name.removeprefix("--").replace("-", "_"): name for name in names}
-            _print(NAMES.sub(lambda found: options.get(found[0], found[0]), str(error)))
+            _print(NAMES.sub(lambda match: options.get(match[0], match[0]), str(error)))
             raise typer.Exit(2) from None
 
 

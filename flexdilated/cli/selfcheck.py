@@ -137,18 +137,18 @@ def candidates() -> list[Candidate]:
 def _cases() -> list[Case]:
     """Several tiles of rows as models have them, then every kind of call, offset rule and order of tokens on short sequences."""
     long, short = DilatedPattern((640, 1100), (1, 2)), DilatedPattern((13, 31), (3, 5))
-    turned = replace(short, offsets="interleaved")
-    grouped, torchscale = replace(turned, heads="grouped"), replace(short, zero_padding=True, detach_weights=True)
+    interleaved = replace(short, offsets="interleaved")
+    grouped, torchscale = replace(interleaved, heads="grouped"), replace(short, zero_padding=True, detach_weights=True)
     return [
         Case("long, causal, grouped-query heads", long, num_tokens=1200, kv_heads=2, group=2, head_dim=64, is_causal=True),
         Case("key padding mask, causal", short, batch=2, is_causal=True, ignored=0.3),
         Case("heads grouped by branch, causal", grouped, batch=2, is_causal=True),
         Case("torchscale's rules", torchscale, batch=2),
-        Case("packed documents, causal", turned, is_causal=True, borders=(0, 9, 30, 47)),
-        Case("grouped-query heads", turned, batch=2, group=3, head_dim=32),
+        Case("packed documents, causal", interleaved, is_causal=True, borders=(0, 9, 30, 47)),
+        Case("grouped-query heads", interleaved, batch=2, group=3, head_dim=32),
         Case("long, head dim 128", long, num_tokens=1200, kv_heads=2, head_dim=128),
         Case("plain", short, batch=2, head_dim=24),
-        Case("key padding mask", turned, batch=2, ignored=0.3),
+        Case("key padding mask", interleaved, batch=2, ignored=0.3),
         Case("packed documents", short, borders=(0, 9, 30, 47)),
         Case("torchscale's rules, causal", torchscale, batch=2, is_causal=True),
     ]
@@ -168,13 +168,15 @@ def _quietly_on_one_thread() -> Iterator[None]:
 
 
 @_quietly_on_one_thread()
-def self_check(device: torch.device, hardware: Hardware, *, tell: Callable[[str], None] = lambda what: None) -> list[Report]:
+def self_check(
+    device: torch.device, hardware: Hardware, *, report_progress: Callable[[str], None] = lambda progress: None
+) -> list[Report]:
     """Every backend that can run, in every dtype, on the cases that it accepts.
 
     Args:
         device: Where to compute.
         hardware: What the device is.
-        tell: Is told what comes next.
+        report_progress: Called with the next check in words.
     """
     cases = _cases()
     reports = []
@@ -187,7 +189,7 @@ def self_check(device: torch.device, hardware: Hardware, *, tell: Callable[[str]
             chosen = accepted[: COMPILED.get(candidate.backend)]
             checks = []
             for number, case in enumerate(chosen, 1):
-                tell(f"{candidate} in {spelled(dtype)}: {number} of {len(chosen)}")
+                report_progress(f"{candidate} in {spelled(dtype)}: {number} of {len(chosen)}")
                 if case.name not in expected:
                     expected[case.name] = _differentiate(case, dtype, torch.device("cpu"), "reference")
                 checks.append(_check(case, dtype, device, candidate, expected[case.name]))

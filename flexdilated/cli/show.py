@@ -49,8 +49,7 @@ def show(
     heads: options.HeadsOption = 4,
     kv_heads: options.KvHeadsOption = None,
     tokens: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Sequence length in tokens.", show_default="the longest segment"),
+        int | None, typer.Option(min=1, metavar="N", help="Sequence length in tokens.", show_default="the longest segment")
     ] = None,
     causal: options.CausalOption = False,
     blocks: Annotated[
@@ -78,8 +77,8 @@ def show(
     kv_heads = options.kv_heads_named(heads, kv_heads)
     if kv_heads > MAX_HEADS:
         refuse(f"--heads must be at most {MAX_HEADS} key/value heads, one panel each, got {kv_heads}")
-    named, default = (segment_lengths, dilation_rates, preset), options.EXAMPLE if blocks else SMALL
-    pattern = options.pattern_named(*named, default=default, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
+    pattern_options, default = (segment_lengths, dilation_rates, preset), options.EXAMPLE if blocks else SMALL
+    pattern = options.pattern_named(*pattern_options, default=default, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
     longest = max(pattern.segment_lengths)
     num_tokens = (min(longest, DEFAULT_BLOCK_TOKENS) if blocks else longest) if tokens is None else tokens
     name, console = None if preset is None else NAMES[preset], Console()
@@ -88,11 +87,11 @@ def show(
             refuse(f"--tokens must be in [1, {limit}] with --block-size={block_size}, got {num_tokens}; use a larger --block-size")
         most = PICTURE_CELLS if output is not None else min(TERMINAL_CELLS, console.width)
         name = name and name + (", without torchscale's zero keys" if pattern.zero_padding else "")
-        panels, found = block_panels(pattern, num_tokens, kv_heads, block_size, most, is_causal=causal, name=name)
+        panels, groups = block_panels(pattern, num_tokens, kv_heads, block_size, most, is_causal=causal, name=name)
     else:
         width = console.width if console.is_terminal else PIPED_CELLS
         most = CELLS if output is not None else width if num_tokens <= width else min(TERMINAL_CELLS, console.width)
-        panels, found = multiplicity_panels(pattern, num_tokens, kv_heads, is_causal=causal, name=name, most=most), []
+        panels, groups = multiplicity_panels(pattern, num_tokens, kv_heads, is_causal=causal, name=name, most=most), []
     if output is None:
         print_panels(console, panels)
     else:
@@ -101,20 +100,22 @@ def show(
         console.print(Text(options.connection(pattern, num_tokens, kv_heads)), soft_wrap=True)
     if blocks:
         console.print()
-        options.print_table(console, _tile_table(found))
+        options.print_table(console, _tile_table(groups))
         console.print(Text(f"\n{EXPLANATION}"), soft_wrap=True)
 
 
-def _tile_table(found: Sequence[HeadTiles]) -> Table:
+def _tile_table(groups: Sequence[HeadTiles]) -> Table:
     """A row for heads that are equal, with the numbers of one head; then the sum over all heads."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("\nhead", no_wrap=True)
     for name in ("partial\ntiles", "full\ntiles", "density\n", "packed\ntiles", "useful\npairs", "waste,\nraw", "waste,\npacked"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [(f"each of {describe_heads(of.heads)}" if len(of.heads) > 1 else str(of.heads[0]), of.each) for of in found]
-    num_heads = sum(len(of.heads) for of in found)
+    rows = [
+        (f"each of {describe_heads(group.heads)}" if len(group.heads) > 1 else str(group.heads[0]), group.tally) for group in groups
+    ]
+    num_heads = sum(len(group.heads) for group in groups)
     if num_heads > 1:
-        rows.append((f"all {num_heads}", all_heads(found)))
+        rows.append((f"all {num_heads}", all_heads(groups)))
     for name, tally in rows:
         tiles = (f"{tally.partial:,}", f"{tally.full:,}", tally.density, f"{tally.packed:,}", f"{tally.pairs:,}")
         table.add_row(name, *tiles, tally.waste_raw, tally.waste_packed)

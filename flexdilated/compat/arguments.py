@@ -46,17 +46,19 @@ def ignores(*keywords: str, last: str | None = None) -> Callable[[T], T]:
 
     def decorate(target: T) -> T:
         call: Callable[..., Any] = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
-        own = inspect.signature(call)
-        signature = own.replace(parameters=sorted([*own.parameters.values(), *ignored], key=lambda parameter: parameter.kind))
+        accepted = inspect.signature(call)
+        signature = accepted.replace(
+            parameters=sorted([*accepted.parameters.values(), *ignored], key=lambda parameter: parameter.kind)
+        )
 
         @functools.wraps(call)
         def warned(*args: Any, **options: Any) -> Any:
             try:
-                given = signature.bind(*args, **options)
+                bound = signature.bind(*args, **options)
             except TypeError as error:
                 raise TypeError(f"{target.__name__}() {error}") from None
-            names = [x.name for x in ignored if given.arguments.pop(x.name, None) is not None]
-            result = call(*given.args, **given.kwargs)
+            names = [x.name for x in ignored if bound.arguments.pop(x.name, None) is not None]
+            result = call(*bound.args, **bound.kwargs)
             for name in names:
                 warnings.warn(f"{name} has no effect: {ARGUMENTS[name]}", stacklevel=2)
             return result

@@ -67,12 +67,12 @@ def block_panels(
 ) -> tuple[Panels, list[HeadTiles]]:
     """The panels of `draw_blocks`, with at most `most` cells per side, and the tiles that they show."""
     group = math.ceil(math.ceil(num_tokens / block_size) / most)
-    found = head_tiles(pattern, num_tokens, num_heads, block_size, group, is_causal=is_causal)
+    groups = head_tiles(pattern, num_tokens, num_heads, block_size, group, is_causal=is_causal)
     panels = []
-    for heads, tally, cells in found:
-        words = [f"{tally.density} visited", f"waste: raw {tally.waste_raw}, packed {tally.waste_packed}"]
+    for heads, tally, cells in groups:
+        lines = [f"{tally.density} visited", f"waste: raw {tally.waste_raw}, packed {tally.waste_packed}"]
         # More outlines than these would hide the tiles.
-        panels.append(head_panel(pattern, heads, num_heads, cells, words, shortest=-(-num_tokens // 64)))
+        panels.append(head_panel(pattern, heads, num_heads, cells, lines, shortest=-(-num_tokens // 64)))
     labels = {Cell.NONE: "not visited", Cell.VISITED: "partial", Cell.FULL: "full"}
     if group > 1:
         labels = {
@@ -82,14 +82,14 @@ def block_panels(
             Cell.VISITED: "all visited",
             Cell.FULL: "all full",
         }
-    density = f"{all_heads(found).density} of tiles visited"
+    density = f"{all_heads(groups).density} of tiles visited"
     title = pattern_title(pattern, num_tokens, num_heads, is_causal=is_causal, name=name, density=density)
     picture = Panels(
         title=[*title, "waste: pairs in visited tiles / useful pairs summed over branches"],
         panels=panels,
         num_tokens=num_tokens,
         cell=block_size * group,
-        tick=tick_step(min(pattern.segment_lengths), len(found[0].cells) * block_size * group, 4),
+        tick=tick_step(min(pattern.segment_lengths), len(groups[0].cells) * block_size * group, 4),
         is_causal=is_causal,
         colors=CELL_COLORS,
         glyphs=" ·-+o#",
@@ -97,4 +97,4 @@ def block_panels(
         labels={int(cell): label for cell, label in labels.items()} | ({int(Cell.FUTURE): "future"} if is_causal else {}),
         title_width=34,
     )
-    return picture, found
+    return picture, groups

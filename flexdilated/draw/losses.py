@@ -32,16 +32,16 @@ def draw_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], *, bytes
     figure = new(6.4, 4.4, dpi=190, layout="constrained")
     axes = figure.add_subplot()
     for (colour, pale, line, marker), (name, history) in zip(cycle(STYLES), histories.items()):
-        seen = [entry["step"] * bytes_per_step / 1e6 for entry in history]
+        megabytes = [entry["step"] * bytes_per_step / 1e6 for entry in history]
         axes.plot(
-            seen,
+            megabytes,
             [entry["train"] for entry in history],
             color=pale,
             linestyle=line,
             linewidth=1,
             label=plain(f"{name}: training batches"),
         )
-        measured = [(x, entry["held_out"]) for x, entry in zip(seen, history) if "held_out" in entry]
+        measured = [(x, entry["held_out"]) for x, entry in zip(megabytes, history) if "held_out" in entry]
         if measured:
             label = plain(f"{name}: {measured[-1][1]:.2f} bits per held-out byte")
             axes.plot(*zip(*measured), color=colour, linestyle=line, marker=marker, markersize=5, linewidth=1.8, label=label)

@@ -160,11 +160,11 @@ def _marks(queries: SupportsIndex | Sequence[SupportsIndex] | None, panels: Tens
     if queries is None:
         return None
     count, num_tokens = panels.shape
-    given: Sequence[SupportsIndex] = queries if isinstance(queries, Sequence) else [queries] * count
-    found = [as_integer(f"queries[{i}]", value) for i, value in enumerate(given)]
-    if len(found) != count:
-        raise ValueError(f"queries must be one position, or one per panel={count}, got {len(found)}")
-    for position in found:
+    panel_queries: Sequence[SupportsIndex] = queries if isinstance(queries, Sequence) else [queries] * count
+    positions = [as_integer(f"queries[{i}]", value) for i, value in enumerate(panel_queries)]
+    if len(positions) != count:
+        raise ValueError(f"queries must be one position, or one per panel={count}, got {len(positions)}")
+    for position in positions:
         if not 0 <= position < num_tokens:
             raise ValueError(f"queries must be in [0, N={num_tokens}), got {position}")
-    return found
+    return positions

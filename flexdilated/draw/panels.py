@@ -55,13 +55,13 @@ def head_panel(
     heads: Sequence[int],
     num_heads: int,
     cells: NDArray[np.int64],
-    words: Sequence[str],
+    lines: Sequence[str],
     *,
     shortest: int = 1,
 ) -> Panel:
     """The panel of heads that are equal, with segments of at least `shortest` tokens outlined."""
     lengths = [branch.length for branch in pattern.kept(heads[0], num_heads, "pictures")]
-    title = [_head_title(pattern, heads, num_heads), *map(_unbroken, words)]
+    title = [_head_title(pattern, heads, num_heads), *map(_unbroken, lines)]
     return Panel(title, cells, [length for length in lengths if length >= shortest])
 
 
@@ -122,8 +122,8 @@ def figure_of(picture: Panels) -> Figure:
     rows, columns = grid_of(len(panels))
     # Laid out in pixels.
     dpi = 160
-    wanted = {1: 840, 2: 560}.get(len(panels), 400)
-    side = cells * max(1, round(wanted / cells))
+    target_side = {1: 840, 2: 560}.get(len(panels), 400)
+    side = cells * max(1, round(target_side / cells))
     # Text grows with the picture, so that it is read on a narrow page too.
     zoom = min(max(1.0, columns * side / NARROW), max(1.0, side / (10.5 * picture.title_width)))
     line, small, low = round(26 * zoom), round(22 * zoom), round(28 * zoom)

@@ -59,5 +59,5 @@ def places_of(num_tokens: int, grid: tuple[int, int] | None, words: Sequence[str
 
 
 def _row_major(cells: int, columns: int, height: float) -> Tensor:
-    at = torch.arange(cells)
-    return torch.stack([(at % columns).double(), (at // columns) * height], dim=1)
+    index = torch.arange(cells)
+    return torch.stack([(index % columns).double(), (index // columns) * height], dim=1)

@@ -76,6 +76,6 @@ def layer_lines(layer: Layer) -> list[str]:
     heads = f"{layer.heads} heads" if layer.group == 1 else f"{layer.heads} query and {layer.kv_heads} key/value heads"
     rule = "grouped by branch" if layer.pattern.heads == "grouped" else f"{layer.pattern.offsets} offsets"
     kind = f"{'causal' if layer.is_causal else 'not causal'}, {layer.dtype}" + (f", batch {layer.batch}" if layer.batch > 1 else "")
-    some = layer.document_lengths
-    documents = f"{len(some):,} documents of {min(some):,} to {max(some):,} tokens" if len(some) > 1 else "one document"
+    sizes = layer.document_lengths
+    documents = f"{len(sizes):,} documents of {min(sizes):,} to {max(sizes):,} tokens" if len(sizes) > 1 else "one document"
     return [f"segment lengths {lengths}; dilation rates {rates}", f"{heads} of {layer.head_dim}, {rule}, {kind}, {documents}"]

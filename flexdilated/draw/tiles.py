@@ -66,7 +66,7 @@ class HeadTiles(NamedTuple):
     """The tiles of heads that visit the same number of tiles and look the same."""
 
     heads: tuple[int, ...]
-    each: Tally  # of every single one of them
+    tally: Tally  # of each head
     cells: NDArray[np.int64]  # (rows, columns) of `Cell`
 
 
@@ -87,26 +87,21 @@ def head_tiles(
         group: Tiles per side of a cell of the picture.
         is_causal: Whether a query sees only keys at its own position and before.
     """
-    known: dict[tuple[Kept, ...], tuple[Tally, NDArray[np.int64]]] = {}
+    looks: dict[tuple[Kept, ...], tuple[Tally, NDArray[np.int64]]] = {}
     groups: dict[tuple[object, ...], tuple[list[int], Tally, NDArray[np.int64]]] = {}
     for head in range(num_heads):
         branches = pattern.kept(head, num_heads, "pictures of block masks")
-        if branches not in known:
+        if branches not in looks:
             distinct = head_branches(pattern, head, num_heads, num_tokens)
-            known[branches] = _look(branches, distinct, num_tokens, block_size, group, is_causal)
-        tally, cells = known[branches]
+            looks[branches] = _look(branches, distinct, num_tokens, block_size, group, is_causal)
+        tally, cells = looks[branches]
         look = (*((length, rate) for length, rate, _ in branches), tally, cells.tobytes())
         groups.setdefault(look, ([], tally, cells))[0].append(head)
     return [HeadTiles(tuple(heads), tally, cells) for heads, tally, cells in groups.values()]
 
 
 def _look(
-    branches: Sequence[Kept],
-    distinct: tuple[Kept, ...],
-    num_tokens: int,
-    block_size: int,
-    group: int,
-    is_causal: bool,
+    branches: Sequence[Kept], distinct: tuple[Kept, ...], num_tokens: int, block_size: int, group: int, is_causal: bool
 ) -> tuple[Tally, NDArray[np.int64]]:
     """Numbers and cells of one head. Equal branches count once in the raw mask, and once each in the packed masks."""
     raw = _lists(distinct, num_tokens, block_size, is_causal)
@@ -130,10 +125,10 @@ def _packed_rows(branches: Sequence[Kept], num_tokens: int) -> Iterator[tuple[in
     """For each branch that keeps a row: the kept rows of one segment, and of all segments, of which the last may be shorter."""
     for branch in branches:
         segment = min(branch.length, num_tokens)
-        whole, rest = divmod(num_tokens, segment)
+        num_whole, last_length = divmod(num_tokens, segment)
         rows = branch.rows(segment)
         if rows:
-            yield rows, whole * rows + branch.rows(rest)
+            yield rows, num_whole * rows + branch.rows(last_length)
 
 
 @lru_cache(maxsize=64)
@@ -168,11 +163,11 @@ def _gather(counts: Tensor, indices: Tensor, group: int) -> NDArray[np.int64]:
     return torch.stack(rows).numpy()
 
 
-def all_heads(found: Sequence[HeadTiles]) -> Tally:
+def all_heads(groups: Sequence[HeadTiles]) -> Tally:
     """The sum over all heads."""
 
     def total(name: str) -> int:
-        return sum(len(of.heads) * getattr(of.each, name) for of in found)
+        return sum(len(group.heads) * getattr(group.tally, name) for group in groups)
 
-    first = found[0].each
+    first = groups[0].tally
     return Tally(first.block_size, *(total(name) for name in Tally._fields[1:]))

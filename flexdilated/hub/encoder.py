@@ -36,8 +36,8 @@ class BranchDropout(nn.Dropout):
         x = super().forward(x)
         if not self.training or self.path_p == 0.0:
             return x
-        kept = x.new_empty(x.shape[0], *(1 for _ in x.shape[1:])).bernoulli_(1.0 - self.path_p)
-        return x * (kept / (1.0 - self.path_p))
+        path_mask = x.new_empty(x.shape[0], *(1 for _ in x.shape[1:])).bernoulli_(1.0 - self.path_p)
+        return x * (path_mask / (1.0 - self.path_p))
 
     def extra_repr(self) -> str:
         return f"p={self.p}, path_p={self.path_p}"

@@ -18,17 +18,17 @@ def require(package: str, *, at_least: str, below: str | None = None, extra: str
     Raises:
         ImportError: If it is not installed, or its version is another one.
     """
-    wanted = f">={at_least}" if below is None else f">={at_least},<{below}"
+    requirement = f">={at_least}" if below is None else f">={at_least},<{below}"
     install = f"pip install 'flexdilated[{extra}]'"
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(f"{package} must be installed, got none; {install}", name=package) from None
     if _numbers(version) < _numbers(at_least) or (below is not None and _numbers(version) >= _numbers(below)):
-        raise ImportError(f"{package} must be {wanted}, got {version}; {install}", name=package)
+        raise ImportError(f"{package} must be {requirement}, got {version}; {install}", name=package)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """What a version begins with: (2, 13, 0) of 2.13.0+cpu, (5, 0) of 5.0rc1."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in match[0].split(".")) if match else ()

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 
-def find_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[nn.Module, list[str]]:
+def find_modules(model: nn.Module, predicate: Callable[[nn.Module], bool]) -> dict[nn.Module, list[str]]:
     """The modules that are wanted, each with every path at which the model holds it; the model's own path is `""`."""
-    found: dict[nn.Module, list[str]] = {}
+    paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if wanted(module):
-            found.setdefault(module, []).append(path)
-    return found
+        if predicate(module):
+            paths.setdefault(module, []).append(path)
+    return paths
 
 
 def put_modules(model: nn.Module, places: Mapping[str, nn.Module]) -> None:
@@ -32,11 +32,11 @@ def check_unhooked(module: nn.Module) -> None:
     """
     calls = ("forward", "forward_pre", "backward", "backward_pre")
     states = ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
-    found = {  # accelerate's hooks, and whoever wraps a method of one module, set the forward of the instance
+    attachments = {  # accelerate's hooks, and whoever wraps a method of one module, set the forward of the instance
         "forward": "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__,
         "parametrized weights": nn.utils.parametrize.is_parametrized(module),
         "hooks": any(getattr(module, f"_{name}_hooks") for name in (*calls, *states)),
     }
-    for name, is_there in found.items():
+    for name, is_there in attachments.items():
         if is_there:
             raise ValueError(f"module must have no {name} of its own, got some; take that away, and add it again afterwards")

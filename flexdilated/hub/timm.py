@@ -35,8 +35,8 @@ HIDDEN = -1e4  # softmax makes 0 of such a number; timm adds the lowest one of t
 
 def attention_classes() -> tuple[type[nn.Module], ...]:
     """timm's attention that can be replaced; none where timm is not imported, since no model can hold any."""
-    found = (getattr(sys.modules.get(module), name, None) for module, name in CLASSES)
-    return tuple({cls: None for cls in found if isinstance(cls, type)})
+    classes = (getattr(sys.modules.get(module), name, None) for module, name in CLASSES)
+    return tuple({cls: None for cls in classes if isinstance(cls, type)})
 
 
 class TimmAttention(nn.Module):
@@ -77,8 +77,8 @@ class TimmAttention(nn.Module):
         order_start: int = 0,
     ) -> None:
         super().__init__()
-        known, kind = attention_classes(), type(module)
-        if not isinstance(module, known) or not any(kind.forward is cls.forward for cls in known):
+        classes, kind = attention_classes(), type(module)
+        if not isinstance(module, classes) or not any(kind.forward is cls.forward for cls in classes):
             raise ValueError(f"module must have the forward of timm's attention, got that of {kind.__module__}.{kind.__qualname__}")
         check_unhooked(module)
         if order is not None and not isinstance(order, Order):
@@ -139,13 +139,7 @@ class TimmAttention(nn.Module):
         return out
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False
     ) -> Tensor:
         """timm's call of `F.scaled_dot_product_attention`: heads before tokens, `dropout_p` that of its own module."""
         part: Any = self

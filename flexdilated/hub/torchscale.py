@@ -43,20 +43,20 @@ def replace_attention(model: nn.Module, *, apply_padding_mask: bool = False, bac
         ValueError: If there is no such module, the model itself is one, or, by its path, one is not self-attention, has lengths and
             rates that are no pattern, has hooks, or is `seq_parallel`. Nothing is changed then.
     """
-    found = find_modules(model, _is_dilated_attention)
-    if not found:
+    modules = find_modules(model, _is_dilated_attention)
+    if not modules:
         raise ValueError(f"model must hold a DilatedAttention of torchscale, got none in {type(model).__name__}")
-    if model in found:
+    if model in modules:
         raise ValueError("model must hold the DilatedAttention to replace, got one itself; use TorchscaleAttention(module)")
     places: dict[str, nn.Module] = {}
-    for module, paths in found.items():
+    for module, paths in modules.items():
         try:
             replacement = TorchscaleAttention(module, apply_padding_mask=apply_padding_mask, backend=backend)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{paths[0]!r}: {error}") from error
         places.update(dict.fromkeys(paths, replacement))
     put_modules(model, places)
-    return len(found)
+    return len(modules)
 
 
 class TorchscaleAttention(nn.Module):
@@ -143,8 +143,8 @@ class TorchscaleAttention(nn.Module):
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
         q, k, v = (rearrange(x, "b n (h d) -> b n h d", h=self.num_heads) for x in (q, k, v))
         if self.xpos is not None:
-            q = self._turn(q, downscale=False)
-            k = self._turn(k, downscale=True)
+            q = self._rotate(q, downscale=False)
+            k = self._rotate(k, downscale=True)
         ignored = key_padding_mask.bool() if self.apply_padding_mask and key_padding_mask is not None else None
         out = dilated_attention(
             q,
@@ -163,12 +163,12 @@ class TorchscaleAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.pattern}, dropout={self.dropout}, apply_padding_mask={self.apply_padding_mask}, backend={self.backend!r}"
 
-    def _turn(self, x: Tensor, *, downscale: bool) -> Tensor:
+    def _rotate(self, x: Tensor, *, downscale: bool) -> Tensor:
         """q or k `(B, N, H, D)` by torchscale's xPos, which takes heads in the batch."""
         assert self.xpos is not None
-        turned = self.xpos(rearrange(x, "b n h d -> (b h) n d"), offset=0, downscale=downscale)
+        rotated = self.xpos(rearrange(x, "b n h d -> (b h) n d"), offset=0, downscale=downscale)
         # xPos computes in the dtype of its table, which may be wider than that of the values.
-        return rearrange(turned.to(x.dtype), "(b h) n d -> b n h d", h=self.num_heads)
+        return rearrange(rotated.to(x.dtype), "(b h) n d -> b n h d", h=self.num_heads)
 
 
 def _is_dilated_attention(module: nn.Module) -> bool:
@@ -177,8 +177,8 @@ def _is_dilated_attention(module: nn.Module) -> bool:
         return False
     if not all(hasattr(args, name) for name in ("segment_length", "dilated_ratio")):
         return False
-    named = any(cls.__name__ == "DilatedAttention" for cls in type(module).__mro__)
-    return named or all(callable(getattr(module, name, None)) for name in DILATED_METHODS)
+    has_name = any(cls.__name__ == "DilatedAttention" for cls in type(module).__mro__)
+    return has_name or all(callable(getattr(module, name, None)) for name in DILATED_METHODS)
 
 
 def _numbers(name: str, value: Any) -> Sequence[Any]:

@@ -34,11 +34,7 @@ from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 
 from flexdilated.attention import attend  # noqa: E402
 from flexdilated.backends import BACKENDS  # noqa: E402
-from flexdilated.core.call import (  # noqa: E402
-    EXCHANGES,
-    Call,
-    ScoreMod,
-)
+from flexdilated.core.call import EXCHANGES, Call, ScoreMod  # noqa: E402
 from flexdilated.core.pattern import DilatedPattern, Heads, Offsets  # noqa: E402
 
 __all__ = ["DilatedInnerAttention", "DilatedVarlenAttention", "dilated_flex", "dilated_varlen"]
@@ -145,8 +141,8 @@ class DilatedInnerAttention(Module):
         if isinstance(mask, VarlenMetadata) and self.mesh is None:
             return [mask.cu_seq_q]
         if not isinstance(mask, BlockMask):
-            wanted = "a BlockMask or VarlenMetadata" if self.mesh is None else "a BlockMask over a cp axis"
-            raise NotImplementedError(f"attention_masks must be {wanted}, got {type(mask).__name__}")
+            expected = "a BlockMask or VarlenMetadata" if self.mesh is None else "a BlockMask over a cp axis"
+            raise NotImplementedError(f"attention_masks must be {expected}, got {type(mask).__name__}")
         if torch.compiler.is_compiling():
             raise NotImplementedError(
                 "attention_masks must be VarlenMetadata in a compiled model, got a BlockMask, whose documents no graph can hold; "
@@ -246,7 +242,7 @@ def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | 
     rank, size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     total, device = length * size, mask.kv_indices.device
     query = torch.arange(length, device=device)
-    own, row = query + rank * length, torch.arange(rows, device=device)[:, None]
+    positions, row = query + rank * length, torch.arange(rows, device=device)[:, None]
     head = torch.zeros((), dtype=torch.int64, device=device)
 
     def sees(key: Tensor) -> Tensor:
@@ -254,14 +250,14 @@ def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | 
         inside = (key >= 0) & (key < total)
         return mask.mask_mod(row, head, query, key.clamp(0, total - 1)) & inside
 
-    starts = ~sees(own - 1).expand(rows, length)
+    starts = ~sees(positions - 1).expand(rows, length)
     if mesh is not None:
         local = starts.to(torch.uint8).contiguous()
         shards = [torch.empty_like(local) for _ in range(size)]
         dist.all_gather(shards, local, mesh.get_group())
         starts = torch.cat(shards, dim=1).bool()
     first = torch.where(starts, torch.arange(total, device=device), 0).cummax(1).values[:, rank * length :][:, :length]
-    good = (sees(own) & ~sees(own + 1) & sees(first) & ~sees(first - 1)).all()
+    good = (sees(positions) & ~sees(positions + 1) & sees(first) & ~sees(first - 1)).all()
     if mesh is not None:
         good = good.long()
         dist.all_reduce(good, dist.ReduceOp.MIN, mesh.get_group())
@@ -283,20 +279,20 @@ def _fields(
     old: Any,
 ) -> dict[str, Any]:
     """The fields of a config in place of torchtitan's own."""
-    for name, value, known in (("backend", backend, ("auto", *BACKENDS)), ("exchange", exchange, EXCHANGES)):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    for name, value, choices in (("backend", backend, ("auto", *BACKENDS)), ("exchange", exchange, EXCHANGES)):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads, offsets=offsets)
-    kept = {"param_init": old.param_init, "sharding_config": old.sharding_config}
-    return {"pattern": pattern, "backend": backend, "exchange": exchange, **kept}
+    inherited = {"param_init": old.param_init, "sharding_config": old.sharding_config}
+    return {"pattern": pattern, "backend": backend, "exchange": exchange, **inherited}
 
 
 def _without_gather(sharding: ShardingConfig | None) -> ShardingConfig:
     """Keys and values where they come from: torchtitan would gather them on the `cp` axis, and add up their gradients."""
     source: dict[str, Any] = {} if sharding is None else sharding.in_src_shardings or {}
     layouts = list(source.values())
-    alike = set(source) == set(INPUTS) and all(layout == layouts[0] for layout in layouts)
-    if sharding is None or sharding.local_map is None or not alike or sharding.out_src_shardings != layouts[0]:
+    is_uniform = set(source) == set(INPUTS) and all(layout == layouts[0] for layout in layouts)
+    if sharding is None or sharding.local_map is None or not is_uniform or sharding.out_src_shardings != layouts[0]:
         raise NotImplementedError(
             f"sharding_config must shard {', '.join(INPUTS)} and the output alike over a cp axis, as torchtitan's GQA does, got "
             f"{sharding}"

@@ -353,7 +353,7 @@ class MultiheadDilatedAttention(nn.Module):
             raise NotImplementedError("attn_mask must be None unless is_causal=True, got a mask; the pattern says what is seen")
         if cache is not None:
             self._check_cache(cache, is_causal, {"key_padding_mask": key_padding_mask, **options})
-            options = {"cache": cache, "lengths": lengths}
+            options = {"lengths": lengths}
         if shard_lengths is not None:
             options["shard_lengths"] = shard_lengths
         if cache is None and lengths is not None:
@@ -366,44 +366,23 @@ class MultiheadDilatedAttention(nn.Module):
                 want = f"must have the shape of query={tuple(query.shape)}"
                 raise ValueError(f"{name} {want}, got {tuple(x.shape)}; use nn.MultiheadAttention for cross-attention")
         key_padding_mask = ignored_keys(key_padding_mask)
-        if query.dim() == 2:
-            mask = None if key_padding_mask is None else key_padding_mask[None]
-            return self._attend(
-                query[None], key[None], value[None], key_padding_mask=mask, is_causal=is_causal, rotation=rotation, options=options
-            )[0], None
-        return self._attend(
-            query, key, value, key_padding_mask=key_padding_mask, is_causal=is_causal, rotation=rotation, options=options
-        ), None
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        rotation: Rotation | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+        has_batch = query.dim() == 3
+        if not has_batch:
+            query, key, value = query[None], key[None], value[None]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         # Modules are called, never their weights read: hooks, adapters, parametrizations and quantization act in the call. One
         # product for all three would save nothing: on a CPU it takes as long or longer, since the weights must be joined first.
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))  # (B, N, H, D)
         if rotation is not None:
             q, k = rotation.apply(q, k)
-        cache = options.pop("cache", None)
         if cache is not None:
             out = cache.attend(q, k, v, scale=self.attention.scale, backend=self.attention.backend, **options)
-            return self.out_proj(self.inner_attn_ln(out.flatten(2)))
-        out = self.attention(
-            q,
-            k,
-            v,
-            is_causal=is_causal or self.attention.is_causal,
-            key_padding_mask=key_padding_mask,
-            **options,
-        )
-        return self.out_proj(self.inner_attn_ln(out.flatten(2)))
+        else:
+            is_causal = is_causal or self.attention.is_causal
+            out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, **options)
+        out = self.out_proj(self.inner_attn_ln(out.flatten(2)))
+        return out if has_batch else out[0], None
 
     def _check_cache(self, cache: DilatedKVCache, is_causal: bool, excluded: dict[str, Any]) -> None:
         if not isinstance(cache, DilatedKVCache):

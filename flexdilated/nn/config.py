@@ -96,8 +96,8 @@ class LongNetConfig:
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"configuration must be a mapping, got {values!r}")
-        known = {f.name for f in fields(cls)}
+        names = {f.name for f in fields(cls)}
         required = {"vocab_size", "embed_dim", "num_layers", "num_heads", "pattern"}
-        if set(values) - known or required - set(values):
-            raise ValueError(f"configuration keys must include {sorted(required)} and lie in {sorted(known)}, got {sorted(values)}")
+        if set(values) - names or required - set(values):
+            raise ValueError(f"configuration keys must include {sorted(required)} and lie in {sorted(names)}, got {sorted(values)}")
         return cls(**{**values, "pattern": DilatedPattern.from_dict(values["pattern"])})

@@ -196,12 +196,7 @@ class LongNetLM(nn.Module):
         return F.linear(x, self.embedding(torch.arange(self.config.vocab_size, device=x.device)))
 
     def make_caches(
-        self,
-        batch_size: int,
-        *,
-        max_length: int | None = None,
-        dtype: torch.dtype | None = None,
-        mesh: DeviceMesh | None = None,
+        self, batch_size: int, *, max_length: int | None = None, dtype: torch.dtype | None = None, mesh: DeviceMesh | None = None
     ) -> tuple[DilatedKVCache, ...]:
         """An empty key/value cache for each layer, on the model's device.
 
@@ -334,7 +329,7 @@ class LongNetLM(nn.Module):
         path.mkdir(parents=True, exist_ok=True)
         weights, config = path / (WEIGHTS_FILE + ".part"), path / (CONFIG_FILE + ".part")
         try:
-            save_file(_apart(self.state_dict()), weights)
+            save_file(_without_aliases(self.state_dict()), weights)
             config.write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
             sync(weights)
             sync(config)
@@ -386,13 +381,13 @@ class LongNetLM(nn.Module):
         return model.to(device=device, dtype=dtype).eval()
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous, and none in the memory of another: who ties layers finds them equal, and no longer tied."""
-    found, held = {}, set()
+    separate, storages = {}, set()
     for name, value in tensors.items():
         if hasattr(value, "full_tensor"):
             raise RuntimeError(f"state_dict must hold whole tensors, got a part of {name}; gather the weights of all ranks first")
         place = value.untyped_storage().data_ptr()
-        found[name] = value.clone(memory_format=torch.contiguous_format) if place in held else value.contiguous()
-        held.add(place)
-    return found
+        separate[name] = value.clone(memory_format=torch.contiguous_format) if place in storages else value.contiguous()
+        storages.add(place)
+    return separate

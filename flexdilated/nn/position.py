@@ -21,9 +21,9 @@ LOG_LARGEST_DECAY = math.log(1.4 / 0.4)
 SCALE_BASE = 512.0  # the default of xPos, which serves segments of up to some 65,000 tokens
 
 
-def scale_base_for(num_tokens: int, wanted: float = SCALE_BASE) -> float:
+def scale_base_for(num_tokens: int, scale_base: float = SCALE_BASE) -> float:
     """The one that is wanted, or the slower decay that segments as long as a longer sequence need."""
-    return max(wanted, num_tokens / 64)
+    return max(scale_base, num_tokens / 64)
 
 
 class Rotation(NamedTuple):
@@ -145,12 +145,7 @@ class XPos(Rotary):
         self.common_period = math.lcm(*lengths)
 
     def forward(
-        self,
-        positions: Tensor,
-        *,
-        length: int | None = None,
-        cu_seqlens: Tensor | None = None,
-        dtype: torch.dtype | None = None,
+        self, positions: Tensor, *, length: int | None = None, cu_seqlens: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Rotation:
         """The rotation of `(N,)` positions, with the decay in it.
 

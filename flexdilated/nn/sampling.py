@@ -64,9 +64,9 @@ class Sampler:
             return weights
         ordered, order = weights.sort(dim=-1, descending=True, stable=True)
         # A token stays while those before it fall short of top_p.
-        stays = _sums(ordered) - ordered < self.top_p
-        kept = torch.zeros_like(weights).scatter_(-1, order, torch.where(stays, ordered, 0.0))
-        return kept / kept.sum(-1, keepdim=True)
+        is_kept = _sums(ordered) - ordered < self.top_p
+        nucleus = torch.zeros_like(weights).scatter_(-1, order, torch.where(is_kept, ordered, 0.0))
+        return nucleus / nucleus.sum(-1, keepdim=True)
 
     def draw(self, logits: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """`(B,)` int64 tokens of logits `(B, V)`, on their device.

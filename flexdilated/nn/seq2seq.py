@@ -81,12 +81,12 @@ class CrossAttention(nn.Module):
             if lengths is not None:
                 raise ValueError(f"{name} must come with mesh, got {tuple(lengths)} and no mesh")
         dropout_p = self.dropout_p if self.training else 0.0
-        seen = None
+        visible = None
         if key_padding_mask is not None:  # what is ignored may be NaN, which no mask of scores takes out
             k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-            seen = ~key_padding_mask[:, None, None]
+            visible = ~key_padding_mask[:, None, None]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N or M, D)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout_p)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout_p)
         return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
     def _attend_shards(
@@ -102,7 +102,7 @@ class CrossAttention(nn.Module):
         assert self.mesh is not None
         rank, queries = local_shard_lengths(self.mesh, q.shape[1], query_lengths)
         _, keys = local_shard_lengths(self.mesh, k.shape[1], key_lengths)
-        lengths, here = tuple(map(max, queries, keys)), q.shape[1]
+        lengths, num_queries = tuple(map(max, queries, keys)), q.shape[1]
         if lengths != keys:  # alike on all ranks
             key_padding_mask = (
                 torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device) if key_padding_mask is None else key_padding_mask
@@ -120,7 +120,7 @@ class CrossAttention(nn.Module):
             exchange=self.exchange,
             shard_lengths=lengths,
         )
-        return out[:, :here]
+        return out[:, :num_queries]
 
 
 class DecoderBlock(nn.Module):

@@ -61,7 +61,7 @@ class Clock:
     encoding: float = 0.0
 
 
-class _Read(NamedTuple):
+class _ReadSlide(NamedTuple):
     name: str
     path: Path
     tiles: Tiles
@@ -112,17 +112,17 @@ def encode_slides(
     if storage not in (torch.float32, torch.float16):
         raise ValueError(f"storage must be float32 or float16, got {storage}")
     clock = Clock() if clock is None else clock
-    reads = (_read(model, name, path, reading or Reading()) for name, path in slides.items())
+    reads = (_read_slide(model, name, path, reading or Reading()) for name, path in slides.items())
     packs = _packs(reads, token_budget)
     with ThreadPoolExecutor(1, thread_name_prefix="slides") as reader:
-        ahead: Future[list[_Read | FailedSlide] | None] = reader.submit(next, packs, None)
+        next_pack: Future[list[_ReadSlide | FailedSlide] | None] = reader.submit(next, packs, None)
         while True:
             start = time.perf_counter()
-            pack = ahead.result()
+            pack = next_pack.result()
             clock.reading += time.perf_counter() - start
             if pack is None:
                 return
-            ahead = reader.submit(next, packs, None)
+            next_pack = reader.submit(next, packs, None)
             start = time.perf_counter()
             results = _results(model, pack, all_layers, tiles, storage)
             del pack  # its tiles need not wait for the consumer
@@ -130,35 +130,35 @@ def encode_slides(
             yield from results
 
 
-def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read | FailedSlide:
+def _read_slide(model: LongNetViT, name: str, path: Path, reading: Reading) -> _ReadSlide | FailedSlide:
     try:
-        found, cells = reading.read(name, path, slide_ngrids=model.slide_ngrids)
-        if found.x.shape[1] != model.in_chans:
-            raise SlideError(f"must have embeddings of --in-chans={model.in_chans} elements, got {found.x.shape[1]}")
+        tiles, cells = reading.read(name, path, slide_ngrids=model.slide_ngrids)
+        if tiles.x.shape[1] != model.in_chans:
+            raise SlideError(f"must have embeddings of --in-chans={model.in_chans} elements, got {tiles.x.shape[1]}")
         source = source_of(path, reading.files_beside(name, path))
     except SlideError as error:
         return FailedSlide(name, path, str(error))
     except OSError as error:
         return FailedSlide(name, path, f"must stay readable, got: {error.strerror}")
     note = None
-    side = found.tile_size_level0 or reading.tile_size_level0
+    side = tiles.tile_size_level0 or reading.tile_size_level0
     assert side is not None  # or there would be no cells
-    step = grid_step(found.coords)
+    step = grid_step(tiles.coords)
     if step is not None and step > SPARSE * side:
         note = f"neighbours are {step} apart: is a tile {side:g} pixels wide at level 0?"
-    return _Read(name, path, found, cells, source, note)
+    return _ReadSlide(name, path, tiles, cells, source, note)
 
 
-def _packs(reads: Iterator[_Read | FailedSlide], token_budget: int) -> Iterator[list[_Read | FailedSlide]]:
+def _packs(reads: Iterator[_ReadSlide | FailedSlide], token_budget: int) -> Iterator[list[_ReadSlide | FailedSlide]]:
     """Packs of slides up to the token budget; failed slides are reported immediately."""
-    pack: list[_Read | FailedSlide] = []
+    pack: list[_ReadSlide | FailedSlide] = []
     filled = 0
-    for read in reads:
-        size = len(read.cells) if isinstance(read, _Read) else 0
+    for slide in reads:
+        size = len(slide.cells) if isinstance(slide, _ReadSlide) else 0
         if filled and filled + size > token_budget:
             yield pack
             pack, filled = [], 0
-        pack.append(read)
+        pack.append(slide)
         filled += size
         if filled == 0 or filled >= token_budget:
             yield pack
@@ -168,17 +168,17 @@ def _packs(reads: Iterator[_Read | FailedSlide], token_budget: int) -> Iterator[
 
 
 def _results(
-    model: LongNetViT, pack: list[_Read | FailedSlide], all_layers: bool, tiles: bool, storage: torch.dtype
+    model: LongNetViT, pack: list[_ReadSlide | FailedSlide], all_layers: bool, tiles: bool, storage: torch.dtype
 ) -> list[EncodedSlide | FailedSlide]:
     """In the order of the pack."""
-    read = [slide for slide in pack if isinstance(slide, _Read)]
+    slides = [slide for slide in pack if isinstance(slide, _ReadSlide)]
     failures = {slide.name: slide for slide in pack if isinstance(slide, FailedSlide)}
-    encoded = {slide.name: result for slide, result in zip(read, _encoded(model, read, all_layers, tiles, storage))}
+    encoded = {slide.name: result for slide, result in zip(slides, _encoded(model, slides, all_layers, tiles, storage))}
     return [failures.get(slide.name) or encoded[slide.name] for slide in pack]
 
 
 def _encoded(
-    model: LongNetViT, pack: list[_Read], all_layers: bool, tiles: bool, storage: torch.dtype
+    model: LongNetViT, pack: list[_ReadSlide], all_layers: bool, tiles: bool, storage: torch.dtype
 ) -> list[EncodedSlide | FailedSlide]:
     """One result per slide."""
     if not pack:
@@ -196,22 +196,22 @@ def _encoded(
     for i, (slide, (start, end)) in enumerate(zip(pack, pairwise(borders))):
         embedding = layers[i] if all_layers else layers[i, 0]
         context = None if last is None else last[start:end]
-        kept = [x.to(storage).cpu() if x is not None else None for x in (embedding, context)]
-        if not all(bool(x.isfinite().all()) for x in kept if x is not None):
+        outputs = [x.to(storage).cpu() if x is not None else None for x in (embedding, context)]
+        if not all(bool(x.isfinite().all()) for x in outputs if x is not None):
             where = "computed" if not bool(embedding.isfinite().all()) else "stored"
             dtype = model.cls_token.dtype if where == "computed" else storage
             reason = f"gives embeddings that are not finite, {where} in {str(dtype).removeprefix('torch.')}; use another dtype"
             results.append(FailedSlide(slide.name, slide.path, reason))
         else:
-            assert kept[0] is not None
+            assert outputs[0] is not None
             results.append(
                 EncodedSlide(
                     name=slide.name,
                     path=slide.path,
-                    embedding=kept[0],
+                    embedding=outputs[0],
                     coords=slide.tiles.coords,
                     source=slide.source,
-                    tiles=kept[1],
+                    tiles=outputs[1],
                     note=slide.note,
                 )
             )
@@ -219,7 +219,7 @@ def _encoded(
 
 
 @torch.inference_mode()
-def _forward(model: LongNetViT, pack: list[_Read], all_layers: bool, tiles: bool) -> tuple[Tensor, Tensor | None]:
+def _forward(model: LongNetViT, pack: list[_ReadSlide], all_layers: bool, tiles: bool) -> tuple[Tensor, Tensor | None]:
     """Embeddings `(S, 1 or layers, embed_dim)`, and the tokens of all tiles `(N, embed_dim)`."""
     weight = model.cls_token
     sizes = [len(slide.cells) for slide in pack]

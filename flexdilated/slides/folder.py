@@ -32,8 +32,8 @@ def list_slides(
     Raises:
         ValueError: If two files are of one slide, a folder cannot be read or links to one above it, or there is no slide.
     """
-    found: dict[str, Path] = {}
-    slides: dict[str, Path] = {}  # by the name without folders that tell copies of one slide apart
+    slides: dict[str, Path] = {}
+    originals: dict[str, Path] = {}  # by the name without folders that tell copies of one slide apart
     for path in sorted(_files(folder, coords_folder)):
         if path.suffix.lower() == ".h5" and (path.parent.name == "patches" or path.stem.endswith("_patches")):
             if without_embeddings is not None:
@@ -41,30 +41,30 @@ def list_slides(
             continue
         relative = path.relative_to(folder).with_suffix("")
         slide = "/".join((*(part for part in relative.parts[:-1] if not COPIES.fullmatch(part)), relative.name))
-        if slide in slides:
+        if slide in originals:
             raise ValueError(
-                f"FOLDER must hold one file of each slide, got '{slides[slide]}' and '{path}'; give the folder of one of them"
+                f"FOLDER must hold one file of each slide, got '{originals[slide]}' and '{path}'; give the folder of one of them"
             )
-        slides[slide] = found[relative.as_posix()] = path
-    if not found:
+        originals[slide] = slides[relative.as_posix()] = path
+    if not slides:
         raise ValueError(f"FOLDER must hold slides, which end in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got none in '{folder}'")
-    return dict(sorted(found.items()))
+    return dict(sorted(slides.items()))
 
 
 def _files(folder: Path, coords_folder: Path | None) -> Iterator[Path]:
     def fail(error: OSError) -> NoReturn:
         raise ValueError(f"FOLDER must hold folders that can be read, got '{error.filename}': {error.strerror}")
 
-    for at, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+    for directory, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         stores = [name for name in folders if name.lower().endswith(STORE_SUFFIX)]
         yield from (
-            Path(at, name)
+            Path(directory, name)
             for name in (*stores, *files)
             if not name.startswith(".") and not name.endswith(NO_SLIDES) and Path(name).suffix.lower() in (*SUFFIXES, STORE_SUFFIX)
         )
         inner = [name for name in folders if name not in stores and not name.startswith(".") and not name.endswith(NO_SLIDES)]
-        above = {parent.resolve() for parent in (Path(at), *Path(at).parents)}
+        above = {parent.resolve() for parent in (Path(directory), *Path(directory).parents)}
         for name in inner:
-            if Path(at, name).resolve() in above:
-                raise ValueError(f"FOLDER must hold no link to a folder above it, got '{Path(at, name)}'")
-        folders[:] = [name for name in inner if coords_folder is None or Path(at, name).resolve() != coords_folder.resolve()]
+            if Path(directory, name).resolve() in above:
+                raise ValueError(f"FOLDER must hold no link to a folder above it, got '{Path(directory, name)}'")
+        folders[:] = [name for name in inner if coords_folder is None or Path(directory, name).resolve() != coords_folder.resolve()]

@@ -83,7 +83,7 @@ class Tiles(NamedTuple):
     is_level0: bool = True
 
 
-class _Found(NamedTuple):
+class _FileContent(NamedTuple):
     """What one file holds."""
 
     arrays: Mapping[str, Any]
@@ -108,16 +108,16 @@ def read_tiles(
     """
     try:
         if path.suffix.lower() == STORE_SUFFIX:
-            stored = spatialdata.read(path, table)
-            x, corners = _tensor("X", stored.x, FLOATS), _tensor("coordinates", stored.coords, PIXELS)
-            tiles = _checked(x, corners, stored.side, stored.magnification)
-            return tiles._replace(tile_ids=torch.from_numpy(stored.tile_ids), slide_size=stored.slide_size)
-        found = _open(path)
-        keys = [key for key in EMBEDDINGS if key in found.arrays]
+            store = spatialdata.read(path, table)
+            x, corners = _tensor("X", store.x, FLOATS), _tensor("coordinates", store.coords, PIXELS)
+            tiles = _checked(x, corners, store.side, store.magnification)
+            return tiles._replace(tile_ids=torch.from_numpy(store.tile_ids), slide_size=store.slide_size)
+        content = _open(path)
+        keys = [key for key in EMBEDDINGS if key in content.arrays]
         if len(keys) != 1:
-            raise SlideError(f"must hold one of {', '.join(EMBEDDINGS)}, got {', '.join(map(str, found.arrays)) or 'nothing'}")
-        x = _tensor(keys[0], found.arrays[keys[0]], FLOATS)
-        coords, attributes = _coordinates(path, found, coords_folder, tile_size_level0)
+            raise SlideError(f"must hold one of {', '.join(EMBEDDINGS)}, got {', '.join(map(str, content.arrays)) or 'nothing'}")
+        x = _tensor(keys[0], content.arrays[keys[0]], FLOATS)
+        coords, attributes = _coordinates(path, content, coords_folder, tile_size_level0)
         side, micrometres = _tile_side(attributes, tile_size_level0), _micrometres(attributes)
         if micrometres is not None:
             side = tile_size_level0 or _number(attributes.get("tile_size_px")) or micrometres
@@ -152,83 +152,87 @@ def _load(path: Path) -> Any:
         with torch.serialization.safe_globals(ARRAYS):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if held := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch's advice is to trust the file
-            raise TypeError(f"it holds {held[1]}, where tensors must be") from None
+        if match := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch's advice is to trust the file
+            raise TypeError(f"it holds {match[1]}, where tensors must be") from None
         raise
 
 
-def _open(path: Path) -> _Found:
+def _open(path: Path) -> _FileContent:
     """A file's arrays and attributes; a bare tensor is embeddings."""
-    wanted = (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y", "arr_0")
+    names = (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y", "arr_0")
     if path.suffix.lower() == ".pt":
         loaded = _load(path)
         if isinstance(loaded, (Tensor, np.ndarray)):
-            return _Found({"features": loaded}, {})
+            return _FileContent({"features": loaded}, {})
         if not isinstance(loaded, dict):
             raise TypeError(f"it holds a {type(loaded).__name__} where a dict must be")
-        return _Found(loaded, {})
+        return _FileContent(loaded, {})
     if path.suffix.lower() == ".npz":
         # np.load leaves a file that it opened itself open where it is damaged.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
-            return _Found({key: archive[key] if key in wanted else None for key in archive.files}, {})
+            return _FileContent({key: archive[key] if key in names else None for key in archive.files}, {})
     import h5py  # an extra
 
     with h5py.File(path, "r") as file:
         if (elsewhere := stored_elsewhere(file)) is not None:
             raise SlideError(f"arrays must be stored in '{path.name}' itself, got {elsewhere}; copy them into the file")
         # A group, which is no array, has no shape.
-        arrays = {key: file[key][()] if key in wanted and hasattr(file[key], "shape") else None for key in file}
+        arrays = {key: file[key][()] if key in names and hasattr(file[key], "shape") else None for key in file}
         attributes = _attributes(file.attrs, FILE_ATTRIBUTES)
-        return _Found(arrays, attributes | (_attributes(file[COORDINATES].attrs, ATTRIBUTES) if COORDINATES in file else {}))
+        return _FileContent(arrays, attributes | (_attributes(file[COORDINATES].attrs, ATTRIBUTES) if COORDINATES in file else {}))
 
 
 def stored_elsewhere(file: Any) -> str | None:
     """What an open HDF5 file would read from other files, or None: a file from elsewhere could name any file of this machine."""
     import h5py  # an extra
 
-    def found(name: str, link: object) -> str | None:
+    def describe_external(name: str, link: object) -> str | None:
         if isinstance(link, h5py.ExternalLink):
             return f"'{name}' as a link to '{link.filename}'"
-        held = file[name] if isinstance(link, h5py.HardLink) else None
-        if isinstance(held, h5py.Dataset) and (held.is_virtual or held.external):
-            return f"'{name}' in external storage" if held.external else f"'{name}' as a virtual dataset"
+        item = file[name] if isinstance(link, h5py.HardLink) else None
+        if isinstance(item, h5py.Dataset) and (item.is_virtual or item.external):
+            return f"'{name}' in external storage" if item.external else f"'{name}' as a virtual dataset"
         return None
 
-    result: str | None = file.visititems_links(found)
+    result: str | None = file.visititems_links(describe_external)
     return result
 
 
-def _attributes(stored: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: stored[name] for name in names if name in stored and (name in TEXTS or stored.get_id(name).dtype != object)}
+def _attributes(attributes: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        name: attributes[name]
+        for name in names
+        if name in attributes and (name in TEXTS or attributes.get_id(name).dtype != object)
+    }
 
 
 def _coordinates(
-    path: Path, found: _Found, coords_folder: Path | None, tile_size_level0: float | None
+    path: Path, content: _FileContent, coords_folder: Path | None, tile_size_level0: float | None
 ) -> tuple[Tensor, dict[str, Any]]:
     """The coordinates and their attributes."""
-    attributes = dict(found.attributes)
-    own = _tensor(COORDINATES, found.arrays[COORDINATES], PIXELS) if COORDINATES in found.arrays else None
+    attributes = dict(content.attributes)
+    own_coords = _tensor(COORDINATES, content.arrays[COORDINATES], PIXELS) if COORDINATES in content.arrays else None
     meta = _metadata_of(path)
-    if own is None and meta.is_file():
-        return _of_slide2vec(meta, found, coords_folder)
-    if own is None and (index := path.with_name(path.stem + INDEX)).is_file():
+    if own_coords is None and meta.is_file():
+        return _of_slide2vec(meta, content, coords_folder)
+    if own_coords is None and (index := path.with_name(path.stem + INDEX)).is_file():
         return _of_slideflow(index, tile_size_level0), {}
     beside = _beside(path, coords_folder)
     if beside is None:
-        if own is None:
+        if own_coords is None:
             tried = "" if coords_folder is None else f", nor has '{coords_folder}' a file of that name"
             raise SlideError(f"holds no {COORDINATES}{tried}; give the folder of files that do, as CLAM's patches, as --coords")
-        return own, attributes
-    other = _open_beside(beside)
-    if COORDINATES not in other.arrays:
-        raise SlideError(f"must have {COORDINATES} in '{beside}', got {', '.join(map(str, other.arrays)) or 'nothing'}")
-    coords = _tensor(COORDINATES, other.arrays[COORDINATES], PIXELS)
-    if own is not None and not torch.equal(_squeezed(own).double(), _squeezed(coords).double()):
+        return own_coords, attributes
+    content_beside = _open_beside(beside)
+    if COORDINATES not in content_beside.arrays:
+        raise SlideError(f"must have {COORDINATES} in '{beside}', got {', '.join(map(str, content_beside.arrays)) or 'nothing'}")
+    coords = _tensor(COORDINATES, content_beside.arrays[COORDINATES], PIXELS)
+    if own_coords is not None and not torch.equal(_squeezed(own_coords).double(), _squeezed(coords).double()):
         raise SlideError(f"must have the coordinates of '{beside}', got others")
-    return coords, {**other.attributes, **attributes}
+    return coords, {**content_beside.attributes, **attributes}
 
 
-def _open_beside(path: Path) -> _Found:
+def _open_beside(path: Path) -> _FileContent:
     """A file of coordinates beside that of the embeddings."""
     try:
         return _open(path)
@@ -256,35 +260,35 @@ def _read_metadata(meta: Path) -> dict[str, Any]:
         raise SlideError(f"must have whole metadata in '{meta.name}': {_first_line(error)}") from None
 
 
-def _table_of(meta: Path, said: Mapping[str, Any], coords_folder: Path | None) -> Path:
+def _table_of(meta: Path, metadata: Mapping[str, Any], coords_folder: Path | None) -> Path:
     """slide2vec keeps coordinates in files of their own, which the embeddings' metadata name by the paths of the time."""
-    named = Path(str(said.get("coordinates_npz_path") or f"{meta.name.removesuffix('.meta.json')}.coordinates.npz"))
-    folders = [coords_folder, named.parent, *(meta.parent.parent / name for name in ("tiles", "coordinates")), meta.parent]
-    table = next((p for folder in folders if folder is not None and (p := folder / named.name).is_file()), None)
+    table_path = Path(str(metadata.get("coordinates_npz_path") or f"{meta.name.removesuffix('.meta.json')}.coordinates.npz"))
+    folders = [coords_folder, table_path.parent, *(meta.parent.parent / name for name in ("tiles", "coordinates")), meta.parent]
+    table = next((p for folder in folders if folder is not None and (p := folder / table_path.name).is_file()), None)
     if table is None:
         raise SlideError(
-            f"must have its coordinates where '{meta.name}' says, got no file '{named}'; give their folder as --coords"
+            f"must have its coordinates where '{meta.name}' says, got no file '{table_path}'; give their folder as --coords"
         )
     return table
 
 
-def _of_slide2vec(meta: Path, found: _Found, coords_folder: Path | None) -> tuple[Tensor, dict[str, Any]]:
-    said = _read_metadata(meta)
-    table = _table_of(meta, said, coords_folder)
+def _of_slide2vec(meta: Path, content: _FileContent, coords_folder: Path | None) -> tuple[Tensor, dict[str, Any]]:
+    metadata = _read_metadata(meta)
+    table = _table_of(meta, metadata, coords_folder)
     arrays = _open_beside(table).arrays
     coords = torch.stack([_tensor(axis, arrays.get(axis), PIXELS).reshape(-1).double() for axis in ("x", "y")], dim=-1)
     index = np.asarray(arrays.get("tile_index", np.arange(len(coords)))).reshape(-1)
     if len(index) != len(coords):
         raise SlideError(f"must have a tile_index for each of {len(coords)} tiles in '{table.name}', got {len(index)}")
-    if "tile_index" in found.arrays:
+    if "tile_index" in content.arrays:
         row_of = {int(tile): row for row, tile in enumerate(index)}
-        rows = [row_of.get(int(tile)) for tile in np.asarray(found.arrays["tile_index"]).reshape(-1)]
+        rows = [row_of.get(int(tile)) for tile in np.asarray(content.arrays["tile_index"]).reshape(-1)]
         if None in rows:
             raise SlideError(f"must hold tiles that '{table.name}' lists, got tile_index {rows.index(None)}, which it does not")
         coords = coords[torch.tensor(rows, dtype=torch.int64)]
-    spacing = _number(said.get("requested_spacing_um"))
+    spacing = _number(metadata.get("requested_spacing_um"))
     magnification = {} if spacing is None else {"target_magnification": 10.0 / spacing}
-    return coords, {"patch_size_level0": said.get("tile_size_lv0"), **magnification}
+    return coords, {"patch_size_level0": metadata.get("tile_size_lv0"), **magnification}
 
 
 def _of_slideflow(index: Path, tile_size_level0: float | None) -> Tensor:
@@ -319,10 +323,12 @@ def _micrometres(attributes: Mapping[str, Any]) -> float | None:
         return None
     if text != MICROMETRES:
         raise SlideError(f"unit must be {MICROMETRES} or px, got {text!r}; write coordinates in pixels of level 0, without a unit")
-    said = [attributes[name] for name in ("tile_size_um", "tile_size") if name in attributes]
-    side = next((size for size in map(_number, said) if size is not None), None)
+    sizes = [attributes[name] for name in ("tile_size_um", "tile_size") if name in attributes]
+    side = next((size for size in map(_number, sizes) if size is not None), None)
     if side is None:
-        raise SlideError(f"tile_size_um must be a number above 0 beside the unit {MICROMETRES}, got {said[0] if said else 'none'}")
+        raise SlideError(
+            f"tile_size_um must be a number above 0 beside the unit {MICROMETRES}, got {sizes[0] if sizes else 'none'}"
+        )
     return side
 
 
@@ -341,34 +347,34 @@ def _downsample(attributes: Mapping[str, Any]) -> Any:
     return attributes.get("downsample", 1.0 if at_level0 else None)
 
 
-def _tile_side(attributes: Mapping[str, Any], given: float | None) -> float | None:
+def _tile_side(attributes: Mapping[str, Any], side_option: float | None) -> float | None:
     """The tile width in pixels of level 0: TRIDENT's, or CLAM's width at its level times the downsampling factor.
 
     CLAM steps by the whole part of the downsample, which is 4.00003 for one slide and 4 for another. With `custom_downsample` a
     patch is that many times as wide, as TRIDENT reads it; some tools write the wide patch itself, so a side that is given counts.
     """
-    said = attributes.get("patch_size_level0")
-    side = _number(said)
+    attribute = attributes.get("patch_size_level0")
+    side = _number(attribute)
     if side is not None:
         return side
-    if given is None and said is not None and _values(said):
-        raise SlideError(f"patch_size_level0 must be a number above 0, got {said}; give --tile-size-level0")
+    if side_option is None and attribute is not None and _values(attribute):
+        raise SlideError(f"patch_size_level0 must be a number above 0, got {attribute}; give --tile-size-level0")
     size, downsample = _number(attributes.get("patch_size")), _downsample(attributes)
-    whole = _number(np.floor(downsample)) if isinstance(downsample, (np.ndarray, np.number, int, float)) else None
+    step = _number(np.floor(downsample)) if isinstance(downsample, (np.ndarray, np.number, int, float)) else None
     custom = _number(attributes.get("custom_downsample")) or 1.0
-    if size is None or whole is None or (custom != 1.0 and given is not None):
+    if size is None or step is None or (custom != 1.0 and side_option is not None):
         return None
-    return size * whole * custom
+    return size * step * custom
 
 
 def _slide_size(attributes: Mapping[str, Any]) -> tuple[float, float] | None:
     """Width and height at level 0: TRIDENT's, or CLAM's at its level times the downsampling factor."""
-    said: list[object] = [attributes.get(f"level0_{name}") for name in ("width", "height")]
+    sizes: list[object] = [attributes.get(f"level0_{name}") for name in ("width", "height")]
     with suppress(TypeError, ValueError):
-        if said == [None, None]:
+        if sizes == [None, None]:
             level = [np.asarray(value, np.float64) for value in (attributes.get("level_dim"), _downsample(attributes))]
-            said = np.multiply(*level).tolist() if level[0].shape == (2,) else said
-    width, height = (_number(size) for size in said)
+            sizes = np.multiply(*level).tolist() if level[0].shape == (2,) else sizes
+    width, height = (_number(size) for size in sizes)
     return None if width is None or height is None else (width, height)
 
 

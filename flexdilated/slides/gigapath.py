@@ -100,8 +100,8 @@ def create_model(
         raise FileNotFoundError(f"pretrained must be the path of a file, None or '', no file at {name}")
     sizes = Architecture(*ARCHITECTURES[model_arch])
     if pattern is None:
-        whole, run = DilatedPattern.gigapath(max_wsi_size, tile_size), slice(sizes.branches)
-        pattern = replace(whole, segment_lengths=whole.segment_lengths[run], dilation_rates=whole.dilation_rates[run])
+        published, run = DilatedPattern.gigapath(max_wsi_size, tile_size), slice(sizes.branches)
+        pattern = replace(published, segment_lengths=published.segment_lengths[run], dilation_rates=published.dilation_rates[run])
     model = LongNetViT(
         in_chans=in_chans,
         embed_dim=sizes.embed_dim,
@@ -138,8 +138,8 @@ def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     weights = checkpoint.get("model") if isinstance(checkpoint, Mapping) else None
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
-        found = sorted(map(str, checkpoint)) if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
-        raise ValueError(f"pretrained must hold a state dict of tensors under 'model', got {found} in {os.fspath(path)}")
+        content = sorted(map(str, checkpoint)) if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
+        raise ValueError(f"pretrained must hold a state dict of tensors under 'model', got {content} in {os.fspath(path)}")
     assert isinstance(checkpoint, Mapping)
     if (order := checkpoint.get("order")) != model.order:
         raise ValueError(f"order must be that of the weights={order!r}, got {model.order!r}; weights are trained in one order")

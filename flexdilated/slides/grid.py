@@ -39,18 +39,24 @@ def grid_cells(
         SlideError: If the side is not known or two are, the magnification is another, two tiles have one place, tiles share cells,
             or one lies outside the grid or the slide.
     """
-    read, said = tiles.tile_size_level0, tiles.magnification
-    if read is None and tile_size_level0 is None:
+    file_side, file_magnification = tiles.tile_size_level0, tiles.magnification
+    if file_side is None and tile_size_level0 is None:
         raise SlideError(
             "does not say how large a tile is at level 0; give the folder of files that do, as CLAM's patches, as --coords, or the "
             "size as --tile-size-level0"
         )
-    if read is not None and tile_size_level0 is not None and abs(read - tile_size_level0) > 0.5:
-        raise SlideError(f"says that a tile has {read:g} pixels at level 0, --tile-size-level0 is {tile_size_level0:g}")
-    side = read if read is not None else tile_size_level0
+    if file_side is not None and tile_size_level0 is not None and abs(file_side - tile_size_level0) > 0.5:
+        raise SlideError(f"says that a tile has {file_side:g} pixels at level 0, --tile-size-level0 is {tile_size_level0:g}")
+    side = file_side if file_side is not None else tile_size_level0
     assert side is not None
-    if said is not None and magnification is not None and abs(said / magnification - 1.0) > MAGNIFICATION_ERROR:
-        raise SlideError(f"says that its tiles were embedded at magnification {said:g}, --magnification is {magnification:g}")
+    if (
+        file_magnification is not None
+        and magnification is not None
+        and abs(file_magnification / magnification - 1.0) > MAGNIFICATION_ERROR
+    ):
+        raise SlideError(
+            f"says that its tiles were embedded at magnification {file_magnification:g}, --magnification is {magnification:g}"
+        )
     coords = tiles.coords
     if (twice := len(coords) - len(coords.unique(dim=0))) > 0:
         raise SlideError(f"has {twice} tiles at coordinates that another tile has too")
@@ -84,9 +90,9 @@ def why_shared(coords: Tensor, side: float) -> str | None:
     occupied, step = len(cells_of(coords, side).unique(dim=0)), grid_step(coords)
     if occupied == len(coords):
         return None
-    apart = "" if step is None else f"; neighbours are {step} apart"
+    distance = "" if step is None else f"; neighbours are {step} apart"
     return (
-        f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where they cannot be told apart{apart}: "
+        f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where they cannot be told apart{distance}: "
         "multiply numbers of tiles, or pixels of another level, to get pixels of level 0; check --tile-size-level0; for tiles that "
         "overlap use --shared-cells"
     )

@@ -171,8 +171,8 @@ class LongNetViT(nn.Module):
             return [self.pool(state, cu_seqlens=cu_seqlens) for state in states]
         if padding_mask is None:
             return list(states)
-        kept = F.pad(real, (1, 0), value=True)[..., None]  # (B, 1 + N, 1)
-        return [state.new_zeros(*kept.shape[:2], self.embed_dim).masked_scatter(kept, state[0]) for state in states]
+        is_token = F.pad(real, (1, 0), value=True)[..., None]  # (B, 1 + N, 1)
+        return [state.new_zeros(*is_token.shape[:2], self.embed_dim).masked_scatter(is_token, state[0]) for state in states]
 
     def hidden_states(
         self, x: Tensor, coords: Tensor, *, cu_seqlens: Tensor | None = None, shard_lengths: Sequence[int] | None = None
@@ -198,7 +198,7 @@ class LongNetViT(nn.Module):
             return self.norm(tokens[:, 0])
         if padding_mask is None:
             return self.norm(tokens[:, 1:].mean(dim=1))
-        return self.norm(torch.stack([slide[1:][kept].mean(dim=0) for slide, kept in zip(tokens, ~padding_mask)]))
+        return self.norm(torch.stack([slide[1:][is_tile].mean(dim=0) for slide, is_tile in zip(tokens, ~padding_mask)]))
 
     def _embed(self, x: Tensor, cells: Tensor) -> Tensor:
         return self.patch_embed(x) + tile_positions(cells, self.embed_dim).to(self.cls_token.dtype)
@@ -225,7 +225,7 @@ class LongNetViT(nn.Module):
         if self.order is not None:
             orders = [self._along(slide[start:end]) + start for slide in cells for start, end in pairwise(borders)]
             places = torch.cat(orders).reshape(batch, num_tiles, 1)
-            x, cells, inverse = _taken(x, places), _taken(cells, places), places.argsort(dim=1)
+            x, cells, inverse = _rows_at(x, places), _rows_at(cells, places), places.argsort(dim=1)
         class_token = self.cls_token.expand(batch, -1, -1)
         slides = self._embed(x, cells).split([end - start for start, end in pairwise(borders)], dim=1)
         x = torch.cat([part for slide in slides for part in (class_token, slide)], dim=1)
@@ -236,7 +236,7 @@ class LongNetViT(nn.Module):
         tiles = [torch.arange(start, end, device=x.device) + i for i, (start, end) in enumerate(pairwise(borders), 1)]
         index = torch.cat(tiles)
         for state in self.encoder.hidden_states(x, **options) if every else (self.encoder(x, **options),):
-            yield state if inverse is None else state.index_copy(1, index, _taken(state[:, index], inverse))
+            yield state if inverse is None else state.index_copy(1, index, _rows_at(state[:, index], inverse))
 
     def _along(self, cells: Tensor) -> Tensor:
         """The tiles of a slide along the curve, `(N,)`."""
@@ -340,6 +340,6 @@ def tile_positions(cells: Tensor, embed_dim: int) -> Tensor:
     return halves_of(values)[index.flip(-1)].flatten(-2)
 
 
-def _taken(x: Tensor, places: Tensor) -> Tensor:
+def _rows_at(x: Tensor, places: Tensor) -> Tensor:
     """The rows of `x` `(B, N, C)` at `places` `(B, N, 1)`; `take_along_dim` would make a graph for every N."""
     return x.gather(1, places.expand(-1, -1, x.shape[2]))

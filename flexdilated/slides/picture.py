@@ -173,6 +173,6 @@ def _raster(
     for dy in range(scale):
         for dx in range(scale):
             image.scatter_reduce_(0, (first[:, 1] + dy) * shape[0] + first[:, 0] + dx, values, "amax")
-    found = image.reshape(shape[1], shape[0]).numpy()
-    found[np.isinf(found)] = np.nan
-    return found, (shape[0] * pixel, shape[1] * pixel)
+    raster = image.reshape(shape[1], shape[0]).numpy()
+    raster[np.isinf(raster)] = np.nan
+    return raster, (shape[0] * pixel, shape[1] * pixel)

@@ -57,5 +57,5 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _stat(paths: Sequence[Path]) -> tuple[int, int]:
-    found = [file.stat() for file in _files(paths)]
-    return sum(each.st_size for each in found), max((each.st_mtime_ns for each in found), default=0)
+    stats = [file.stat() for file in _files(paths)]
+    return sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)

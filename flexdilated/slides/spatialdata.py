@@ -57,8 +57,8 @@ def _opened(path: Path, table: str | None) -> tuple[Any, str, dict[str, Any], di
     if not specs:
         raise ValueError("it has no tile_spec, as LazySlide's stores have")
     tables = sorted(store["tables"].group_keys()) if "tables" in store else []
-    named = {name: max((key for key in specs if name.endswith(f"_{key}")), key=len, default=None) for name in tables}
-    candidates = {name: key for name, key in named.items() if key is not None}
+    key_of_table = {name: max((key for key in specs if name.endswith(f"_{key}")), key=len, default=None) for name in tables}
+    candidates = {name: key for name, key in key_of_table.items() if key is not None}
     if table is None and len(candidates) == 1:
         table = next(iter(candidates))
     if table not in candidates:

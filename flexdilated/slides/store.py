@@ -60,12 +60,14 @@ def read_source(path: Path, settings: Mapping[str, Any]) -> Source:
         OSError: If it cannot be read.
     """
     with _opened(path) as file:
-        kept, asked = json.loads(file.attrs["settings"]), json.loads(json.dumps(settings))
-        other = sorted(key for key in {*kept, *asked} if kept.get(key) != asked.get(key))
-        if other:
-            told = ", ".join(f"{key} {kept.get(key)!r}, now {asked.get(key)!r}" for key in other)
+        stored_settings, current_settings = json.loads(file.attrs["settings"]), json.loads(json.dumps(settings))
+        changed_keys = sorted(
+            key for key in {*stored_settings, *current_settings} if stored_settings.get(key) != current_settings.get(key)
+        )
+        if changed_keys:
+            changes = ", ".join(f"{key} {stored_settings.get(key)!r}, now {current_settings.get(key)!r}" for key in changed_keys)
             raise StoreError(
-                f"--output must hold slides of the same settings, got '{path}' of {told}; use --overwrite or another folder"
+                f"--output must hold slides of the same settings, got '{path}' of {changes}; use --overwrite or another folder"
             )
         source, size, time, digest = (file.attrs[key] for key in SOURCE)
         return Source(source, int(size), int(time), digest)
@@ -86,23 +88,23 @@ def collect(output: Path, names: list[str], path: Path) -> None:
 
     rows: list[list[str]] = []
     sizes: list[int] = []
-    with replaced(path) as partial, h5py.File(partial.name, "w") as whole:
+    with replaced(path) as partial, h5py.File(partial.name, "w") as joined:
         for i, name in enumerate(names):
             with _opened(file_of(output, name)) as file:
                 if i == 0:
                     shape, dtype = file["embedding"].shape, file["embedding"].dtype
-                    whole.create_dataset("embeddings", (len(names), *shape), dtype)
-                    whole.attrs.update({key: file.attrs[key] for key in ("settings", "versions")})
-                whole["embeddings"][i] = file["embedding"][()]
+                    joined.create_dataset("embeddings", (len(names), *shape), dtype)
+                    joined.attrs.update({key: file.attrs[key] for key in ("settings", "versions")})
+                joined["embeddings"][i] = file["embedding"][()]
                 rows.append([file.attrs[key] for key in COLUMNS])
                 sizes.append(int(file.attrs["num_tiles"]))
                 if "tiles" in file:
-                    group = whole.require_group(f"tiles/{name.replace('%', '%25').replace('/', '%2F')}")
+                    group = joined.require_group(f"tiles/{name.replace('%', '%25').replace('/', '%2F')}")
                     file.copy("tiles", group, name="embeddings")
                     file.copy("coords", group)
-        whole["num_tiles"] = sizes
+        joined["num_tiles"] = sizes
         for key, texts in zip(COLUMNS, zip(*rows)):
-            whole.create_dataset(f"{key}s", data=list(texts), dtype=h5py.string_dtype())
+            joined.create_dataset(f"{key}s", data=list(texts), dtype=h5py.string_dtype())
 
 
 @contextmanager

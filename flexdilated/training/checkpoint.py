@@ -29,13 +29,13 @@ def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, Tens
     target = folder / f"checkpoint-{step}"
     part = folder / f".{target.name}.part"
     try:
-        for left in folder.glob(".checkpoint-*"):  # left by a killed process
-            shutil.rmtree(left)
+        for stale in folder.glob(".checkpoint-*"):  # left by a killed process
+            shutil.rmtree(stale)
         part.mkdir()
         save_file(tensors, part / TENSORS_FILE)
         (part / STATE_FILE).write_text(json.dumps(state))
-        for written in (part / TENSORS_FILE, part / STATE_FILE, part):
-            sync(written)
+        for path in (part / TENSORS_FILE, part / STATE_FILE, part):
+            sync(path)
         part.replace(target)
         sync(folder)  # before earlier checkpoints go
         for old in _all(folder):

@@ -67,12 +67,12 @@ def load_corpus(paths: Sequence[Path], sequence_length: int, *, without: Sequenc
 def _files(paths: Sequence[Path], without: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
     """Each file, path by path: its place below the path, and where it is."""
     left_out = set() if paths else {"site-packages", "test", "tests", "idlelib"}
-    for given in paths or [Path(sysconfig.get_paths()["stdlib"])]:
-        if not given.is_dir():
-            yield Path(given.name), given
+    for root in paths or [Path(sysconfig.get_paths()["stdlib"])]:
+        if not root.is_dir():
+            yield Path(root.name), root
             continue
-        for path in given.rglob("*" if paths else "*.py"):
-            place = path.relative_to(given)
+        for path in root.rglob("*" if paths else "*.py"):
+            place = path.relative_to(root)
             is_hidden = any(part.startswith(".") or part in left_out for part in place.parts)
-            if not is_hidden and path.is_file() and not any(path.resolve().is_relative_to(each) for each in without):
+            if not is_hidden and path.is_file() and not any(path.resolve().is_relative_to(excluded) for excluded in without):
                 yield place, path

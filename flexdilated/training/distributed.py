@@ -70,7 +70,7 @@ def mean(mesh: DeviceMesh | None, value: float) -> float:
     return total.item() / mesh.size()
 
 
-def ensure_equal(mesh: DeviceMesh | None, held: Mapping[str, object]) -> None:
+def ensure_equal(mesh: DeviceMesh | None, fields: Mapping[str, object]) -> None:
     """Wait until every rank has called this with equal values and the same version of this library.
 
     Raises:
@@ -79,11 +79,12 @@ def ensure_equal(mesh: DeviceMesh | None, held: Mapping[str, object]) -> None:
     if mesh is None:
         return
     ranks: list[dict[str, object]] = [{}] * mesh.size()
-    dist.all_gather_object(ranks, {"flexdilated's version": __version__, **held}, group=mesh.get_group())
+    dist.all_gather_object(ranks, {"flexdilated's version": __version__, **fields}, group=mesh.get_group())
     for name, first in ranks[0].items():
-        other = next((rank for rank, values in enumerate(ranks) if values.get(name) != first), None)
-        if other is not None:
-            raise UserError(f"ranks must agree on {name}, got {first!r} on rank 0 and {ranks[other].get(name)!r} on rank {other}")
+        differing_rank = next((rank for rank, values in enumerate(ranks) if values.get(name) != first), None)
+        if differing_rank is not None:
+            value = ranks[differing_rank].get(name)
+            raise UserError(f"ranks must agree on {name}, got {first!r} on rank 0 and {value!r} on rank {differing_rank}")
 
 
 @contextmanager
@@ -92,20 +93,20 @@ def stop_requested(mesh: DeviceMesh | None) -> Iterator[Callable[[], bool]]:
 
     Over ranks torchrun kills a process that does not end within 30 seconds, and a terminal's signal comes twice.
     """
-    asked = False
+    is_requested = False
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked and mesh is None:
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_requested
+        if is_requested and mesh is None:
             raise KeyboardInterrupt
-        if not asked and (mesh is None or mesh.get_local_rank() == 0):
+        if not is_requested and (mesh is None or mesh.get_local_rank() == 0):
             with suppress(OSError):  # a closed one
                 os.write(2, STOPPING.encode())  # sys.stderr may be in the middle of a line of its own
-        asked = True
+        is_requested = True
 
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: asked
+        yield lambda: is_requested
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

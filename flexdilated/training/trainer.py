@@ -114,8 +114,8 @@ class Trainer:
         options = self.options
         if step < options.warmup_steps:
             return options.learning_rate * (step + 1) / options.warmup_steps
-        done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
-        return options.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+        progress = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+        return options.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def _advance(self) -> float:
         """One optimizer step; returns bits per byte."""
@@ -212,10 +212,10 @@ class Trainer:
             defaults = {field.name: field.default for kind in (LongNetConfig, TrainOptions) for field in fields(kind)}
             identity = {**defaults, "weights": "", **state["identity"]}
             for name, value in json.loads(json.dumps(self._identity())).items():
-                if (found := identity.get(name)) != value:
+                if (checkpoint_value := identity.get(name)) != value:
                     # The schedule of the learning rate ends with the steps: more of them would be another run from the start.
                     advice = "give the options and text of that run, or begin another in another --output with --weights"
-                    raise UserError(f"--resume must use the checkpoint's {name}={found!r}, got {value!r}; {advice}")
+                    raise UserError(f"--resume must use the checkpoint's {name}={checkpoint_value!r}, got {value!r}; {advice}")
             checkpoint.set_tensors(self.model, self.optimizer, tensors)
             self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:

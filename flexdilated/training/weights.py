@@ -30,10 +30,12 @@ class Weights(NamedTuple):
         Raises:
             UserError: If its sizes, or what its weights mean, are others.
         """
-        found, wanted = _explicit(self.config), _explicit(config)
+        saved_config, model_config = _explicit(self.config), _explicit(config)
         for name in SIZES:
-            if getattr(found, name) != getattr(wanted, name):
-                raise UserError(f"--weights must hold a model of {name}={getattr(wanted, name)}, got {getattr(found, name)}")
+            if getattr(saved_config, name) != getattr(model_config, name):
+                raise UserError(
+                    f"--weights must hold a model of {name}={getattr(model_config, name)}, got {getattr(saved_config, name)}"
+                )
         model.load_state_dict(self.tensors)
 
 

@@ -155,7 +155,7 @@ def test_backends_that_compile_take_some_cases(monkeypatch: pytest.MonkeyPatch) 
     (flash, accepted), (_, cases) = numbers()
     assert flash == accepted > 4
     monkeypatch.setattr(selfcheck, "COMPILED", {"sdpa": 3})
-    assert numbers(tell=told.append) == [(3, accepted), (3, cases)]
+    assert numbers(report_progress=told.append) == [(3, accepted), (3, cases)]
     assert told[2:4] == ["sdpa cpu_flash in float32: 3 of 3", "sdpa math in float32: 1 of 3"]
 
 

@@ -59,7 +59,7 @@ def test_picture_shows_the_tiles_of_each_head_in_tokens() -> None:
     for of, axes in zip(found, figure.axes):
         np.testing.assert_array_equal(np.asarray(axes.images[0].get_array()), of.cells)
         assert axes.images[0].get_extent() == [-0.5, 95.5, 95.5, -0.5]  # 12 tiles of 8 tokens
-        assert f"waste: raw {of.each.waste_raw}, packed {of.each.waste_packed}" in axes.get_title().replace("\xa0", " ")
+        assert f"waste: raw {of.tally.waste_raw}, packed {of.tally.waste_packed}" in axes.get_title().replace("\xa0", " ")
     (legend,) = figure.legends
     assert legend.get_title().get_text() == "tiles of 8 x 8 pairs"
     assert [text.get_text() for text in legend.get_texts()] == ["not visited", "partial", "full", "future"]

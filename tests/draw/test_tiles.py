@@ -78,7 +78,7 @@ def test_heads_with_the_same_tiles_are_one_entry() -> None:
     assert alone.heads == (0, 1, 2, 3)
     first, second = head_tiles(DilatedPattern((15, 31), (1, 2)), 93, 4, 8, 1)
     assert (first.heads, second.heads) == ((0, 1), (2, 3))
-    assert first.each.pairs != second.each.pairs
+    assert first.tally.pairs != second.tally.pairs
 
 
 def test_waste_divides_pairs_in_visited_tiles_by_useful_pairs() -> None:

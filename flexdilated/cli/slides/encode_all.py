@@ -48,7 +48,7 @@ def encode_all(
         typer.Option(help="all: the embeddings of every layer, the embedded tiles first, without the encoder's last LayerNorm."),
     ] = "last",
     tiles: Annotated[bool, typer.Option("--tiles", help="Write the tiles in their context too, with their coordinates.")] = False,
-    stored: Annotated[Literal["float32", "float16"], typer.Option("--store", help="What is written.")] = "float32",
+    storage: Annotated[Literal["float32", "float16"], typer.Option("--store", help="What is written.")] = "float32",
     coords: shared.CoordsOption = None,
     tile_size_level0: shared.TileSizeLevel0Option = None,
     magnification: shared.MagnificationOption = 20.0,
@@ -105,15 +105,15 @@ def encode_all(
         "slide_ngrids": slide_ngrids,
         "layers": layers,
         "tiles": tiles,
-        "store": stored,
+        "store": storage,
         "dtype": dtype,
         "tile_size_level0": tile_size_level0,
         "magnification": magnification,
         "shared_cells": shared_cells,
         "table": table,
     }
-    own = {name: path for i, (name, path) in enumerate(slides.items()) if i % count == rank}
-    job = Job(model, own, output, {**options, "storage": DTYPES[stored]}, settings, overwrite, shows=rank == 0)
+    rank_slides = {name: path for i, (name, path) in enumerate(slides.items()) if i % count == rank}
+    job = Job(model, rank_slides, output, {**options, "storage": DTYPES[storage]}, settings, overwrite, shows=rank == 0)
     if count > 1:
         dist.init_process_group("gloo", timeout=RANKS_WAIT)
     try:

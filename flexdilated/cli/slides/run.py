@@ -40,11 +40,11 @@ def run(job: Job) -> int:
     """Encode the slides that have no file yet; the exit code."""
     start, console = time.perf_counter(), Console(stderr=True)
     versions = {"flexdilated": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    left, num_failed = _left(job)
+    remaining, num_failed = _remaining(job)
     encoded = tiles = 0
-    results = encode.encode_slides(job.model, left, **job.options)
+    results = encode.encode_slides(job.model, remaining, **job.options)
     is_hidden = not (job.shows and console.is_terminal)
-    for result in track(results, "slides", total=len(left), console=console, disable=is_hidden):
+    for result in track(results, "slides", total=len(remaining), console=console, disable=is_hidden):
         if isinstance(result, FailedSlide):
             typer.echo(f"error: '{result.path}' {result.reason}", err=True)
             num_failed += 1
@@ -55,7 +55,7 @@ def run(job: Job) -> int:
         if result.note is not None:
             typer.echo(f"note: '{result.path}': {result.note}", err=True)
     seconds = time.perf_counter() - start
-    skipped = len(job.slides) - len(left)
+    skipped = len(job.slides) - len(remaining)
     parts = [f"wrote {_slides(encoded)} of {tiles:,} tiles to '{job.output}' in {seconds:.1f} s"]
     parts += [f"{skipped:,} had files"] if skipped else []
     parts += [f"{num_failed:,} failed"] if num_failed else []
@@ -78,24 +78,24 @@ def collected(job: Job, path: Path) -> None:
     typer.echo(f"collected {_slides(len(names))} in '{path}'")
 
 
-def _left(job: Job) -> tuple[dict[str, Path], int]:
+def _remaining(job: Job) -> tuple[dict[str, Path], int]:
     """The slides without a file, and how many have one that was computed from another source file."""
-    left, changed = {}, 0
+    remaining, changed = {}, 0
     for name, path in job.slides.items():
-        written = store.file_of(job.output, name)
-        if job.overwrite or not written.exists():
-            left[name] = path
+        file = store.file_of(job.output, name)
+        if job.overwrite or not file.exists():
+            remaining[name] = path
             continue
-        with writing_slides(written):
-            source = store.read_source(written, job.settings)
+        with writing_slides(file):
+            source = store.read_source(file, job.settings)
         if not is_same(source, path, job.options["reading"].files_beside(name, path)):
             typer.echo(
-                f"error: '{path}' is another file, or has other coordinates, than '{source.file}', of which '{written}' is; use "
+                f"error: '{path}' is another file, or has other coordinates, than '{source.file}', of which '{file}' is; use "
                 "--overwrite or another folder",
                 err=True,
             )
             changed += 1
-    return left, changed
+    return remaining, changed
 
 
 @contextmanager

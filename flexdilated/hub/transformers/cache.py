@@ -38,7 +38,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         super().__init__()
         self.max_length = max_length
         self.kv: DilatedKVCache | None = None
-        self.seen = 0  # tokens, padding included
+        self.num_seen = 0  # tokens, padding included
         self._is_waiting = False  # for the attention of the last update
         self.record_past = not IS_TOLD
 
@@ -57,19 +57,12 @@ class DilatedCacheLayer(CacheLayerMixin):
         """
         self._check_attended()
         self._is_waiting = True
-        self.seen += key_states.shape[-2]
+        self.num_seen += key_states.shape[-2]
         keys = key_states.view_as(key_states)  # the attribute belongs to this call alone
         setattr(keys, LAYER, self)
         return keys, value_states
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        real: Tensor | None,
-        call: Call,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, call: Call) -> Tensor:
         """Attention of the tokens of the last update, `(B, T, H, D)`, over all that the layer has seen.
 
         Args:
@@ -131,11 +124,11 @@ class DilatedCacheLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Of the mask: the new tokens alone."""
         self._check_attended()
-        return query_length, self.seen
+        return query_length, self.num_seen
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included."""
-        return self.seen
+        return self.num_seen
 
     def get_max_length(self) -> int:
         """The `max_length` of the cache; -1 without one."""
@@ -145,15 +138,15 @@ class DilatedCacheLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; or, as older versions ask, all from `tokens_to_remove` on, if above 0."""
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.num_seen - tokens_to_remove)
         if self.kv is not None:
             self.kv.crop((self.kv.lengths - removed).clamp(min=0))
-        self.seen = max(0, self.seen - removed)
+        self.num_seen = max(0, self.num_seen - removed)
 
     def reset(self) -> None:
         if self.kv is not None:
             self.kv.reset()
-        self.seen, self._is_waiting = 0, False
+        self.num_seen, self._is_waiting = 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.kv is not None:
@@ -214,7 +207,7 @@ class DilatedCache(Cache):
     def see(self, num_tokens: int) -> None:
         """Count tokens that the stores of all layers were given."""
         for layer in self.layers:
-            layer.seen += num_tokens
+            layer.num_seen += num_tokens
 
     def _grow(self, num_layers: int) -> None:
         while len(self.layers) < num_layers:

@@ -32,21 +32,8 @@ HIDDEN = (
 # Families, each with a `ForCausalLM`, of which shards gave the logits and losses of the whole; gpt2's is `GPT2LMHeadModel`.
 FAMILIES = (
     *("Arcee", "Cohere", "DeepseekV3", "DiffLlama", "Ernie4_5", "Exaone4", "GPTNeoX", "Gemma", "Gemma2", "Gemma3", "Glm", "Glm4"),
-    *(
-        "GptOss",
-        "Granite",
-        "Helium",
-        "HunYuanDenseV1",
-        "Llama",
-        "LongNet",
-        "Mistral",
-        "Mixtral",
-        "Nemotron",
-        "Olmo",
-        "Olmo2",
-        "Phi",
-    ),
-    *("Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2"),
+    *("GptOss", "Granite", "Helium", "HunYuanDenseV1", "Llama", "LongNet", "Mistral", "Mixtral", "Nemotron", "Olmo", "Olmo2"),
+    *("Phi", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2"),
 )
 MODELS = {"GPT2LMHeadModel", *(f"{family}ForCausalLM" for family in FAMILIES)}
 
@@ -55,8 +42,8 @@ class Context:
     """The mesh over which a model's tokens are sharded, how rows travel on it, and what a forward has met.
 
     `attended`: layers that have attended, by index. `compared`: where the labels of neighbours have been, in training and in
-    evaluation, whose loaders are not the same. `has_warned`: whether it has been said that they show nothing. `given`: what the
-    forward was given that its layers must hand on to their attention.
+    evaluation, whose loaders are not the same. `has_warned`: whether it has been said that they show nothing. `packing_options`:
+    names of the forward's options that its layers must hand on to their attention.
     """
 
     def __init__(self, mesh: DeviceMesh, exchange: str) -> None:
@@ -64,7 +51,7 @@ class Context:
         self.attended: set[int] = set()
         self.has_warned = False
         self.compared: set[bool] = set()
-        self.given: tuple[str, ...] = ()
+        self.packing_options: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: Any) -> Context:
         return Context(self.mesh, self.exchange)  # process groups have no copies
@@ -153,30 +140,33 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    given = _by_name(module, args, kwargs)
+    arguments = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
-    if given.get("output_router_logits") or getattr(module.config, "output_router_logits", False):
+    if arguments.get("output_router_logits") or getattr(module.config, "output_router_logits", False):
         raise NotImplementedError(f"output_router_logits must be False {SHARDED}, got True: its loss is no sum over tokens")
-    kept, has_cache = given.get("logits_to_keep", 0), given.get("use_cache") or given.get("past_key_values") is not None
-    if not (isinstance(kept, int) and kept == 0) and not has_cache:  # which the base model refuses
-        raise NotImplementedError(f"logits_to_keep must be 0 {SHARDED}, got {kept}: it would keep the last tokens of each shard")
-    if given.get("labels") is None:
-        return (), given
+    num_logits = arguments.get("logits_to_keep", 0)
+    has_cache = arguments.get("use_cache") or arguments.get("past_key_values") is not None
+    if not (isinstance(num_logits, int) and num_logits == 0) and not has_cache:  # which the base model refuses
+        raise NotImplementedError(
+            f"logits_to_keep must be 0 {SHARDED}, got {num_logits}: it would keep the last tokens of each shard"
+        )
+    if arguments.get("labels") is None:
+        return (), arguments
     for name in ("shift_labels", "num_items_in_batch"):
-        if given.get(name) is None:
+        if arguments.get(name) is None:
             raise ValueError(
                 f"labels must come with {name} {SHARDED}, got them without: the label of a shard's last token is the next rank's, "
                 "and the loss is a mean over the labels of all ranks"
             )
-    given["shift_labels"] = given["shift_labels"].contiguous()  # the library's loss takes a view of them
+    arguments["shift_labels"] = arguments["shift_labels"].contiguous()  # the library's loss takes a view of them
     if module.training not in context.compared and not torch.compiler.is_compiling():
-        packed = given.get("cu_seq_lens_q") is not None
-        if _compare_labels(context, given["labels"], given["shift_labels"], given["num_items_in_batch"], packed=packed):
+        packed = arguments.get("cu_seq_lens_q") is not None
+        if _compare_labels(context, arguments["labels"], arguments["shift_labels"], arguments["num_items_in_batch"], packed=packed):
             context.compared.add(module.training)
         elif not context.has_warned:
             context.has_warned = True
             warnings.warn(HIDDEN, stacklevel=2)
-    return (), given
+    return (), arguments
 
 
 def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, count: Any, *, packed: bool) -> bool:
@@ -189,67 +179,67 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, coun
             other numbers of labels.
     """
     ends = [x[:, place].tolist() if x.dim() == 2 and x.shape[1] else None for x, place in ((labels, 0), (shift_labels, -1))]
-    told: list[Any] = [None] * context.mesh.size()
+    gathered: list[Any] = [None] * context.mesh.size()
     group = context.mesh.get_group()
     ranks = dist.get_process_group_ranks(group)
     with one_call(group) as number:
         compare(group, labels.device, Fields({"call": "the comparison of labels"}), (number,), each_time=True)
-        dist.all_gather_object(told, [*ends, float(count)], group=group)
-    if len({of_rank for *_, of_rank in told}) > 1:
-        found = ", ".join(f"{of_rank:g} on rank {rank}" for rank, (*_, of_rank) in zip(ranks[:MOST_ITEMS], told))
-        raise ValueError(f"num_items_in_batch must be the number of labels of all ranks {SHARDED}, the same on each, got {found}")
-    held = [(rank, first, behind) for rank, (first, behind, _) in zip(ranks, told) if None not in (first, behind)]
-    for (one, _, behind), (other, first, _) in pairwise(held):
-        if len(behind) != len(first) or any(a != b and not (packed and a == IGNORED) for a, b in zip(behind, first)):
+        dist.all_gather_object(gathered, [*ends, float(count)], group=group)
+    if len({of_rank for *_, of_rank in gathered}) > 1:
+        counts = ", ".join(f"{of_rank:g} on rank {rank}" for rank, (*_, of_rank) in zip(ranks[:MOST_ITEMS], gathered))
+        raise ValueError(f"num_items_in_batch must be the number of labels of all ranks {SHARDED}, the same on each, got {counts}")
+    shards = [(rank, first, following) for rank, (first, following, _) in zip(ranks, gathered) if None not in (first, following)]
+    for (left_rank, _, following), (right_rank, first, _) in pairwise(shards):
+        if len(following) != len(first) or any(a != b and not (packed and a == IGNORED) for a, b in zip(following, first)):
             raise ValueError(
-                f"labels must be those of one sequence in shards {SHARDED}, got shift_labels that end in {behind} on rank {one}, "
-                f"labels that begin with {first} on rank {other}; cut one batch of all ranks, as Trainer's is not, by "
-                "flexdilated.distributed.shard_sequence"
+                f"labels must be those of one sequence in shards {SHARDED}, got shift_labels that end in {following} on rank "
+                f"{left_rank}, labels that begin with {first} on rank {right_rank}; cut one batch of all ranks, as Trainer's is "
+                "not, by flexdilated.distributed.shard_sequence"
             )
-    return len(held) < 2 or any(label != IGNORED for _, _, behind in held[:-1] for label in behind)
+    return len(shards) < 2 or any(label != IGNORED for _, _, following in shards[:-1] for label in following)
 
 
 def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Give the tokens of a shard their positions in the whole sequence; reject arguments that do not work on shards."""
-    given = _by_name(module, args, kwargs)
+    arguments = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
     context.attended = set()
-    context.given = tuple(name for name in ("cu_seq_lens_q", "shard_lengths") if given.get(name) is not None)
-    tokens = given.get("input_ids")
-    tokens = given["inputs_embeds"] if tokens is None else tokens
-    if given.get("past_key_values") is not None or given.get("use_cache"):
+    context.packing_options = tuple(name for name in ("cu_seq_lens_q", "shard_lengths") if arguments.get(name) is not None)
+    tokens = arguments.get("input_ids")
+    tokens = arguments["inputs_embeds"] if tokens is None else tokens
+    if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
         raise NotImplementedError(
             f"use_cache must be False and past_key_values None {SHARDED}, got a cache; a model without a mesh generates"
         )
     parameters = inspect.signature(module.forward).parameters
     if "use_cache" in parameters:
-        given["use_cache"] = False
-    mask = given.pop("attention_mask", None)
+        arguments["use_cache"] = False
+    mask = arguments.pop("attention_mask", None)
     if mask is not None and (torch.compiler.is_compiling() or mask.dim() != 2 or not bool(mask.all())):
         raise NotImplementedError(
             f"attention_mask must be None {SHARDED}, got a mask; leave padding out, and pack documents by cu_seq_lens_q"
         )
     if "position_ids" not in parameters:
-        return (), given
-    rank, lengths = local_shard_lengths(context.mesh, tokens.shape[1], given.get("shard_lengths"))
+        return (), arguments
+    rank, lengths = local_shard_lengths(context.mesh, tokens.shape[1], arguments.get("shard_lengths"))
     if min(lengths) == 0:  # the library looks at the last token; the other ranks would wait for this one
         raise ValueError(f"shard_lengths must be at least 1 {SHARDED} of the library, got {tuple(lengths)}")
-    positions = token_positions(tokens.shape[1], given.get("cu_seq_lens_q"), tokens.device, sum(lengths[:rank]))[None]
-    told = given.get("position_ids")
-    if told is not None and (torch.compiler.is_compiling() or not _agree(told, positions)):
+    positions = token_positions(tokens.shape[1], arguments.get("cu_seq_lens_q"), tokens.device, sum(lengths[:rank]))[None]
+    position_ids = arguments.get("position_ids")
+    if position_ids is not None and (torch.compiler.is_compiling() or not _agree(position_ids, positions)):
         raise ValueError(
             f"position_ids must be None, or count from {sum(lengths[:rank])} in the whole sequence on rank {rank} {SHARDED}, "
             "got others; cu_seq_lens_q packs documents, and generate() needs a model without a mesh"
         )
-    given["position_ids"] = positions
-    if "cu_seq_lens_q" in context.given and torch.compiler.is_compiling():
+    arguments["position_ids"] = positions
+    if "cu_seq_lens_q" in context.packing_options and torch.compiler.is_compiling():
         # A mask that is made: the library would look for documents in the positions, which cannot be read here.
-        given["attention_mask"] = torch.cat((positions, positions), dim=-1).expand(tokens.shape[0], -1)[:, None, None]
-    return (), given
+        arguments["attention_mask"] = torch.cat((positions, positions), dim=-1).expand(tokens.shape[0], -1)[:, None, None]
+    return (), arguments
 
 
-def _agree(told: Tensor, positions: Tensor) -> bool:
-    return told.shape[-1] == positions.shape[-1] and told.dim() == 2 and bool((told == positions).all())
+def _agree(position_ids: Tensor, positions: Tensor) -> bool:
+    return position_ids.shape[-1] == positions.shape[-1] and position_ids.dim() == 2 and bool((position_ids == positions).all())
 
 
 def _check_layers(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

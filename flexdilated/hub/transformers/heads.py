@@ -16,15 +16,15 @@ class HeadShard(NamedTuple):
     """A part of a model's heads.
 
     `first_query` and `first_key` are the indices in the model of the first query and key/value head here, `total_key` counts the
-    model's key/value heads, each of which serves `group` query heads, and of those that the call holds, `held` are the ones that
-    its queries read.
+    model's key/value heads, each of which serves `group` query heads, and `key_heads` selects, of the key/value heads in the call,
+    those that its queries read.
     """
 
     first_query: int
     first_key: int
     total_key: int
     group: int
-    held: slice
+    key_heads: slice
 
 
 def find_head_shard(module: nn.Module, num_heads: int, num_kv_heads: int, first_head: int | None = None) -> HeadShard | None:
@@ -94,8 +94,8 @@ def _key_heads(module: nn.Module, first: int, total: int, total_key: int, num_he
     if num_kv_heads * total == total_key * num_heads:
         return HeadShard(first, first // group, total_key, group, slice(None))
     if num_kv_heads == total_key and (num_heads % group == 0 or group % num_heads == 0) and first % min(group, num_heads) == 0:
-        here = first // group
-        return HeadShard(first, here, total_key, group, slice(here, here + max(1, num_heads // group)))
+        first_key = first // group
+        return HeadShard(first, first_key, total_key, group, slice(first_key, first_key + max(1, num_heads // group)))
     raise NotImplementedError(
         f"key must hold {total_key * num_heads // total} or all of the model's {total_key} key/value heads where query holds "
         f"{num_heads} of {total} heads, got {num_kv_heads}"

@@ -41,23 +41,9 @@ REFUSED = {
 
 # Options that leave the attention as it is, or are read here. Models hand on whatever they were called with.
 KNOWN = {
-    "cache_position",
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
-    "deterministic",
-    "logits_to_keep",
-    "max_length_k",
-    "max_length_q",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "return_dict",
-    "seq_idx",
-    "shard_lengths",
-    "shift_labels",
-    "token_type_ids",
-    "use_cache",
+    *("cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "position_ids", "seq_idx"),
+    *("deterministic", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("shard_lengths", "shift_labels", "token_type_ids", "use_cache"),
 }
 
 
@@ -130,7 +116,7 @@ def dilated_attention_forward(
     num_keys = _num_keys(query, key, attention_mask, layer)
     shard = find_head_shard(module, query.shape[1], key.shape[1], first_head)
     if shard is not None:
-        key, value = key[:, shard.held], value[:, shard.held]
+        key, value = key[:, shard.key_heads], value[:, shard.key_heads]
     q, k, v = query.transpose(1, 2), key[:, :, :num_keys].transpose(1, 2), value[:, :, :num_keys].transpose(1, 2)
     q, k, v = _of_one_width(q, k, v)
     sinks = None if s_aux is None else sinks_here(s_aux, query.shape[1], shard)
@@ -161,18 +147,18 @@ def dilated_attention_forward(
                 refuse_documents(options.get("position_ids"), attention_mask, num_keys, is_causal=call.is_causal)
         if layer is not None:
             _refuse_with_cache(borders, call)
-            seen = None if attention_mask is None or attention_mask.shape[3] == 0 else attention_mask[:, 0, 0, :num_keys] >= 0
+            real = None if attention_mask is None or attention_mask.shape[3] == 0 else attention_mask[:, 0, 0, :num_keys] >= 0
             # Rotary positions of float32 make queries and keys float32 again under autocast, and leave values.
             cast = autocast_dtype(q.device)
             if cast is not None and q.dtype != torch.float64:
                 q, k, v = (x.to(cast) for x in (q, k, v))
-            out = layer.attend(q, k, v, seen, call)
+            out = layer.attend(q, k, v, real, call)
         elif num_keys != q.shape[1]:
             out = _decode(q, k, v, attention_mask, borders=borders, shard=shard, call=call)
         else:
             out = _attend_whole(q, k, v, attention_mask, borders, call)
     else:
-        if dropped := [name for name in context.given if options.get(name) is None]:
+        if dropped := [name for name in context.packing_options if options.get(name) is None]:
             raise NotImplementedError(
                 f"{dropped[0]} must be None over a mesh with layers that do not hand it on to their attention, got it, and "
                 f"{type(module).__name__}"
@@ -191,7 +177,7 @@ def _tokens_seen(key: Tensor, layer: DilatedCacheLayer | None, context: Context 
     """Of the sequence, up to the last of this call and on all ranks: as many as a window must hold to hide none of them."""
     if context is not None:
         return sum(local_shard_lengths(context.mesh, key.shape[2], options.get("shard_lengths"))[1])
-    return key.shape[2] if layer is None else layer.seen
+    return key.shape[2] if layer is None else layer.num_seen
 
 
 def _refuse_options(options: Mapping[str, Any], num_seen: int) -> None:
@@ -204,12 +190,12 @@ def _refuse_options(options: Mapping[str, Any], num_seen: int) -> None:
     Raises:
         NotImplementedError: If there is such an option, or attention weights are collected otherwise.
     """
-    for name, given in options.items():
-        if given is None or given is False or name in KNOWN:
+    for name, value in options.items():
+        if value is None or value is False or name in KNOWN:
             continue
-        if name == "sliding_window" and isinstance(given, int) and given >= num_seen:
+        if name == "sliding_window" and isinstance(value, int) and value >= num_seen:
             continue  # to have no window a layer needs another type, which may have other rotary positions
-        shown = "a tensor" if isinstance(given, Tensor) else repr(given)
+        shown = "a tensor" if isinstance(value, Tensor) else repr(value)
         reason = REFUSED.get(name, "nothing is known of such an option")
         raise NotImplementedError(f"{name} must be None with {NAME!r} attention, got {shown}: {reason}")
     # Some models do not hand on output_attentions, and collect what their layers return.
@@ -227,21 +213,21 @@ def _parameters(module_class: type[nn.Module]) -> frozenset[str]:
 
 def _refuse_other_tokens(module: nn.Module, config: Any) -> None:
     """Reject a layer whose keys come from other tokens, or may do so."""
-    says = getattr(module, "is_cross_attention", None)
-    taken = uncached(_parameters)(type(module))
+    is_cross = getattr(module, "is_cross_attention", None)
+    parameters = uncached(_parameters)(type(module))
     # One class for both: it is told by its attribute, or by a field of its config, and that of BART by being no causal decoder.
-    may_cross = "encoder_hidden_states" in taken and says is None and getattr(config, "add_cross_attention", None) is None
-    crosses = "key_value_states" in taken and getattr(module, "is_decoder", False) and not getattr(module, "is_causal", False)
-    if says or "Cross" in type(module).__name__ or may_cross or (says is None and crosses):
+    may_cross = "encoder_hidden_states" in parameters and is_cross is None and getattr(config, "add_cross_attention", None) is None
+    crosses = "key_value_states" in parameters and getattr(module, "is_decoder", False) and not getattr(module, "is_causal", False)
+    if is_cross or "Cross" in type(module).__name__ or may_cross or (is_cross is None and crosses):
         raise NotImplementedError(f"layers must have no cross-attention with {NAME!r} attention, got {type(module).__name__}")
 
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad values or keys with zeros to one head dim, which changes no score and no output."""
-    more = k.shape[3] - v.shape[3]
-    if more >= 0:
-        return q, k, F.pad(v, (0, more)) if more else v
-    return F.pad(q, (0, -more)), F.pad(k, (0, -more)), v
+    missing = k.shape[3] - v.shape[3]
+    if missing >= 0:
+        return q, k, F.pad(v, (0, missing)) if missing else v
+    return F.pad(q, (0, -missing)), F.pad(k, (0, -missing)), v
 
 
 def _refuse_with_cache(borders: Tensor | None, call: Call) -> None:
@@ -256,13 +242,7 @@ def _refuse_with_cache(borders: Tensor | None, call: Call) -> None:
 
 
 def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    borders: Tensor | None,
-    shard: HeadShard | None,
-    call: Call,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders: Tensor | None, shard: HeadShard | None, call: Call
 ) -> Tensor:
     """Some queries over all keys of a cache, `(B, queries, H, D)`, by the pattern's rule on their positions.
 
@@ -335,12 +315,12 @@ def _capped(softcap: float) -> ScoreMod:
 
 
 def _is_causal(module: nn.Module, config: Any) -> bool:
-    said = [value for value in (getattr(module, "is_causal", None), getattr(config, "is_causal", None)) if value is not None]
-    if not said:  # the library's own function would take it as causal; its models without the attribute are encoders
+    flags = [value for value in (getattr(module, "is_causal", None), getattr(config, "is_causal", None)) if value is not None]
+    if not flags:  # the library's own function would take it as causal; its models without the attribute are encoders
         raise NotImplementedError(
             f"{type(module).__name__} must have is_causal with {NAME!r} attention, got none: nothing tells encoder from decoder"
         )
-    return all(said)
+    return all(flags)
 
 
 def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None, layer: DilatedCacheLayer | None) -> int:

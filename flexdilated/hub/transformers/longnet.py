@@ -215,11 +215,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if not is_integer(logits_to_keep) or logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be an integer of at least 0 in LongNetForCausalLM, got {logits_to_keep!r}")
-        for name, given, reason in (
+        for name, value, reason in (
             ("output_attentions", output_attentions, REFUSED["output_attentions"]),
             ("output_hidden_states", output_hidden_states, "LongNetForCausalLM keeps none; use forward hooks on model.layers"),
         ):
-            if getattr(self.config, name) if given is None else given:
+            if getattr(self.config, name) if value is None else value:
                 raise NotImplementedError(f"{name} must not be True in LongNetForCausalLM, got True: {reason}")
         if not torch.compiler.is_compiling() and pattern_of(self.config) != self.model.config.pattern:
             raise ValueError(
@@ -228,11 +228,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must have shape (B, N), got {tuple(input_ids.shape)}")
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if attention_mask is not None and attention_mask.shape != (input_ids.shape[0], seen + input_ids.shape[1]):
-            wanted = f"{tuple(input_ids.shape)} behind {seen} tokens seen" if seen else tuple(input_ids.shape)
-            raise ValueError(f"attention_mask must have the shape of input_ids={wanted}, got {tuple(attention_mask.shape)}")
-        real = None if attention_mask is None else attention_mask[:, seen:].bool()
+        num_seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if attention_mask is not None and attention_mask.shape != (input_ids.shape[0], num_seen + input_ids.shape[1]):
+            expected = f"{tuple(input_ids.shape)} behind {num_seen} tokens seen" if num_seen else tuple(input_ids.shape)
+            raise ValueError(f"attention_mask must have the shape of input_ids={expected}, got {tuple(attention_mask.shape)}")
+        real = None if attention_mask is None else attention_mask[:, num_seen:].bool()
         if real is not None and not torch.compiler.is_compiling() and bool(real.all()):
             real = None
         if packed.get("shard_lengths") is not None and self.model.mesh is None:

@@ -112,8 +112,8 @@ def compared_types() -> dict[str, tuple[str, str]]:
     `types` are those of `AutoModel`, which `python -m tests.hub.transformers.survey --keep` of the repository compares and writes.
     `other types` are configs of parts and of tasks whose attention was found not to ask the library's AttentionInterface.
     """
-    kept = json.loads(Path(__file__).with_name("model_types.json").read_text())
-    types: dict[str, tuple[str, str]] = {**kept["types"], **kept["other types"]}
+    record = json.loads(Path(__file__).with_name("model_types.json").read_text())
+    types: dict[str, tuple[str, str]] = {**record["types"], **record["other types"]}
     return types
 
 

@@ -111,8 +111,8 @@ def dilated_attention_positions(
     keys = torch.arange(num_keys, device=device).expand(batch_size, -1)
     if documents is not None:
         starts = torch.where(F.pad(documents.diff(dim=-1), (1, 0), value=1) > 0, keys, 0).cummax(-1).values
-        both = torch.stack((keys - starts, documents), dim=1)[:, None]
-        return torch.cat((both, both), dim=-1)
+        rows = torch.stack((keys - starts, documents), dim=1)[:, None]
+        return torch.cat((rows, rows), dim=-1)
     queries = torch.arange(q_length, device=device).expand(batch_size, -1) + q_offset
     if attention_mask is None:
         real = keys <= queries[:, -1:]
@@ -125,11 +125,13 @@ def dilated_attention_positions(
     return torch.cat((torch.where(real, keys - first, -1), queries - first), dim=-1)[:, None, None]
 
 
-def _new_tokens(attention_mask: Tensor | None, batch_size: int, num_tokens: int, seen: int, device: torch.device | str) -> Tensor:
+def _new_tokens(
+    attention_mask: Tensor | None, batch_size: int, num_tokens: int, num_seen: int, device: torch.device | str
+) -> Tensor:
     none = torch.empty(batch_size, 1, 1, 0, dtype=torch.int64, device=device)
     if attention_mask is None:
         return none
-    real = attention_mask.to(device=device, dtype=torch.bool)[:, seen : seen + num_tokens]
+    real = attention_mask.to(device=device, dtype=torch.bool)[:, num_seen : num_seen + num_tokens]
     real = F.pad(real, (0, num_tokens - real.shape[1]))
     if not torch.compiler.is_compiling() and bool(real.all()):
         return none
@@ -142,10 +144,10 @@ def _documents(mask_function: Callable[..., Tensor], batch_size: int, num_tokens
     rows = torch.arange(batch_size, device=device)[:, None]
     later = torch.arange(1, num_tokens, device=device)[None]
     joined = mask_function(rows, zero, later, later - 1).expand(batch_size, -1)
-    ahead = mask_function(rows, zero, later - 1, later).any()
+    sees_later = mask_function(rows, zero, later - 1, later).any()
     if torch.compiler.is_compiling():
-        torch._assert_async(~ahead, "mask functions must be causal or bidirectional with flexdilated attention")
-    elif bool(ahead):
+        torch._assert_async(~sees_later, "mask functions must be causal or bidirectional with flexdilated attention")
+    elif bool(sees_later):
         raise NotImplementedError(
             f"mask functions must be causal or bidirectional with {NAME!r} attention, got one that looks ahead"
         )
@@ -223,27 +225,29 @@ def borders_of_positions(position_ids: Any, q: Tensor) -> Tensor | None:
 
 def borders_of(mask: Tensor | None, q: Tensor, options: Mapping[str, Any]) -> Tensor | None:
     """`cu_seqlens` of packed documents over the flattened batch, or None."""
-    given, other = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
-    found = None
+    query_borders, key_borders = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    mask_borders = None
     if mask is not None and mask.shape[2] == 2:
         positions = mask[:, 0, 0, : q.shape[1]].flatten()
-        found = F.pad((positions == 0).nonzero()[:, 0], (0, 1), value=positions.shape[0])
-    if given is None and other is None:
-        return found
-    if given is None or other is None:
+        mask_borders = F.pad((positions == 0).nonzero()[:, 0], (0, 1), value=positions.shape[0])
+    if query_borders is None and key_borders is None:
+        return mask_borders
+    if query_borders is None or key_borders is None:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must come together, got one of them")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q must come with one row of tokens, got batch size {q.shape[0]}")
-    if mask is not None and found is None:
+    if mask is not None and mask_borders is None:
         raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
-    for name, borders in (("cu_seq_lens_k", other), ("position_ids", found)):
-        if borders is None or borders is given:
+    for name, borders in (("cu_seq_lens_k", key_borders), ("position_ids", mask_borders)):
+        if borders is None or borders is query_borders:
             continue
         if torch.compiler.is_compiling():  # documents told by position_ids are refused there
-            if given.shape != borders.shape:
-                raise ValueError(f"cu_seq_lens_q must have as many borders as {name}={borders.shape[0]}, got {given.shape[0]}")
-            torch._assert_async((given == borders).all(), f"cu_seq_lens_q must have the borders of {name}")
+            if query_borders.shape != borders.shape:
+                raise ValueError(
+                    f"cu_seq_lens_q must have as many borders as {name}={borders.shape[0]}, got {query_borders.shape[0]}"
+                )
+            torch._assert_async((query_borders == borders).all(), f"cu_seq_lens_q must have the borders of {name}")
             continue
-        if given.tolist() != borders.tolist():
-            raise ValueError(f"cu_seq_lens_q must have the borders of {name}={borders.tolist()}, got {given.tolist()}")
-    return given
+        if query_borders.tolist() != borders.tolist():
+            raise ValueError(f"cu_seq_lens_q must have the borders of {name}={borders.tolist()}, got {query_borders.tolist()}")
+    return query_borders
