@@ -1,7 +1,5 @@
 """The kinds of branches: the rule of segments against loops over integers, and consumers that meet a kind they do not know."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
