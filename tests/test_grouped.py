@@ -1,8 +1,5 @@
 """`heads="grouped"` needs a key/value head for every branch: fewer are refused wherever they are known, as many are accepted."""
 
-from __future__ import annotations
-
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +22,10 @@ from flexdilated import (
     dilated_score_mod,
     reference,
 )
-from flexdilated.attention import attend
-from flexdilated.core.call import Call
 from flexdilated.distributed.planner.plan import context_plan
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.pattern import draw, multiplicity
 from flexdilated.hub.encoder import LongNetEncoder
-from tests.commands import invoke
-from tests.tolerances import EXACT
 
 LENGTHS, RATES = (5, 7, 11), (1, 2, 3)
 PATTERN = DilatedPattern.grouped(LENGTHS, RATES)
@@ -107,36 +100,3 @@ def test_every_entry_refuses_fewer_heads_than_branches_and_accepts_as_many(entry
             ENTRIES[entry](heads)
     if entry != "flex":  # takes no float64
         ENTRIES[entry](3)
-
-
-@pytest.mark.parametrize("held", [1, 2])
-def test_a_part_of_the_heads_is_counted_with_all_of_the_model(held: int) -> None:
-    """Tensor parallelism: fewer heads than branches here, enough in the whole model."""
-    q, k, v = tensors(4)
-    expected = dilated_attention(q, k, v, PATTERN)
-    for first in range(0, 4, held):
-        keys, queries = slice(first, first + held), slice(2 * first, 2 * (first + held))
-        inputs = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
-        out, _ = attend(*inputs, Call(PATTERN, first_head=first, num_heads=4))
-        torch.testing.assert_close(out, expected[:, :, queries], **EXACT)
-    with pytest.raises(ValueError, match=REFUSAL % 2):
-        attend(*inputs, Call(PATTERN, num_heads=2))
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        (("show",), "--heads"),
-        (("show", "--blocks"), "--heads"),
-        (("plan", "--context-parallel", "2"), "--heads"),
-        (("plan", "--context-parallel", "2", "--heads", "6"), "--kv-heads"),
-    ],
-    ids=["show", "blocks", "plan", "plan of fewer key heads"],
-)
-def test_commands_refuse_in_one_line(command: tuple[str, ...], option: str) -> None:
-    arguments = [*command, "--segment-lengths", "5,7,11", "--dilation-rates", "1,2,3", "--tokens", "13"]
-    code, out, error = invoke(*arguments, option, "2", "--heads-rule", "grouped")
-    assert (code, out) == (2, "")
-    assert re.search("^error: " + (REFUSAL % 2).lstrip("^"), error)
-    assert invoke(*arguments, option, "2")[0] == 0
-    assert invoke(*arguments, option, "3", "--heads-rule", "grouped")[0] == 0
