@@ -1,8 +1,6 @@
 """One attention call as a plain value, drawn by hypothesis, and its outputs and gradients."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern, dilated_attention, reference
+from tests.tolerances import assert_twice_naive
 
 HEAD_DIMS = (1, 3, 24, 48)
 SCALES = (None, 0.9, 0, 0.0, -0.4, 1e-42)  # the last is 0 to most kernels
@@ -151,6 +150,20 @@ def run_plain(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return differentiate(plain, q, k, v, dout)
 
 
+def assert_twice_plain(actual: Sequence[Tensor], case: Case, dtype: torch.dtype, whole: Case | None = None) -> tuple[Tensor, ...]:
+    """Outputs and gradients err at most twice as much as plain PyTorch on `whole`, this shape without options that it lacks.
+
+    Returns the exact results of the case.
+    """
+    whole, expected = whole or case, run_reference(case, dtype)
+    naive, exact = run_plain(whole, dtype), run_reference(whole, dtype)
+    for i in (0, 2, 3, 4):
+        assert actual[i].dtype == dtype
+        error = actual[i].cpu().double() - expected[i]
+        assert_twice_naive(error, naive[i].double() - exact[i], torch.zeros_like(error))
+    return expected
+
+
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
@@ -168,6 +181,14 @@ def dense_attention(
     k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale) + bias
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(dim=-1), v)
+
+
+def randomised(module: Any, scale: float = 0.3) -> Any:
+    """The module with biases and gains that differ from their initial zeros and ones."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * scale)
+    return module
 
 
 @contextmanager

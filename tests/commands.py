@@ -1,7 +1,5 @@
 """Commands as a user runs them, and as torchrun starts them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hardware that need not be there."""
 
-from __future__ import annotations
-
 from flexdilated.core.hardware import Hardware, cuda_level
 
 

@@ -1,7 +1,5 @@
 """Which patterns are connected, by a look at every pair of tokens; the preset for causal models; the warning."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -116,9 +114,6 @@ def test_first_uncrossed_boundary(pattern: DilatedPattern, num_tokens: int, num_
     assert pattern.crosses_boundaries(num_tokens, num_heads) == (boundary is None)
 
 
-# -- the preset ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("seq_len", "num_heads", "branches"),
     [
@@ -179,8 +174,6 @@ def test_preset_and_question_reject(call: Callable[[], object], error: type[Exce
     with pytest.raises(error, match=rf"^{re.escape(message)}"):
         call()
 
-
-# -- the warning ---------------------------------------------------------------------------------------------------------------
 
 LOSSY = DilatedPattern((4, 8), (1, 2))
 TEXT = (

@@ -3,8 +3,6 @@
 An example runs after `import torch`, `from flexdilated import *` and an import of its own name's module.
 """
 
-from __future__ import annotations
-
 import doctest
 import inspect
 from types import FunctionType, ModuleType

@@ -1,7 +1,5 @@
 """The counts that the page on evidence shows are those of the run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The explorer of docs/explorer, in a real browser: every number that it draws is the library's."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -59,9 +57,6 @@ def asked(page: Any, expression: str, argument: Any = None) -> Any:
     """What a function of the page gives; as text, since playwright takes long over large arrays. Pairs are BigInts."""
     plain = "(key, value) => typeof value === 'bigint' ? Number(value) : ArrayBuffer.isView(value) ? Array.from(value) : value"
     return json.loads(page.evaluate(f"argument => JSON.stringify(({expression})(argument), {plain})", argument))
-
-
-# -- patterns -----------------------------------------------------------------------------------------------------------------
 
 
 def pattern_of(state: State) -> DilatedPattern:
@@ -122,9 +117,6 @@ def answers(browser: Any) -> list[State]:
     return found
 
 
-# -- the library, and brute force ---------------------------------------------------------------------------------------------
-
-
 def masks(state: State) -> Counts:
     return multiplicity(pattern_of(state), state["seq_len"], state["num_kv_heads"], is_causal=state["is_causal"])
 
@@ -134,7 +126,7 @@ def binned(counts: Counts, cell: int) -> Counts:
     return np.add.reduceat(np.add.reduceat(counts, starts, axis=0), starts, axis=1)
 
 
-def test_offsets_pairs_and_masks_are_the_librarys(answers: list[State]) -> None:
+def test_offsets_pairs_masks_and_the_keys_of_a_query_are_the_librarys(answers: list[State]) -> None:
     for state, found in zip(STATES, answers):
         pattern, kv_heads, num_tokens = pattern_of(state), state["num_kv_heads"], state["seq_len"]
         offsets = [
@@ -152,16 +144,11 @@ def test_offsets_pairs_and_masks_are_the_librarys(answers: list[State]) -> None:
             for head in each["heads"]:
                 assert each["counts"] == expected[head].ravel().tolist(), state
                 assert coarse["counts"] == binned(expected[head], coarse["tokensPerCell"]).ravel().tolist(), state
-
-
-def test_the_keys_of_a_query_are_the_row_of_the_mask(answers: list[State]) -> None:
-    for state, found in zip(STATES, answers):
-        query, head = state["query"], state["head"] * state["num_kv_heads"] // state["num_heads"]
-        row = masks(state)[head, query]
+        query = state["query"]
+        row = expected[state["head"] * kv_heads // state["num_heads"], query]
         keys = np.flatnonzero(row)
-        assert found["query"]["keys"] == len(keys), state
-        assert found["query"]["joins"] == row.sum()
-        assert found["query"]["farthest"] == max(abs(keys - query), default=0)
+        distances = (len(keys), row.sum(), max(abs(keys - query), default=0))
+        assert tuple(found["query"][name] for name in ("keys", "joins", "farthest")) == distances, state
 
 
 def test_tiles_are_those_of_the_block_mask(answers: list[State]) -> None:
@@ -173,12 +160,7 @@ def test_tiles_are_those_of_the_block_mask(answers: list[State]) -> None:
             for head in each["heads"]:
                 tally = by_head[head].each
                 assert found["tiles"]["tiles"] == tally.tiles
-                assert [each[key] for key in ("partial", "full", "packed", "pairs")] == [
-                    tally.partial,
-                    tally.full,
-                    tally.packed,
-                    tally.pairs,
-                ], state
+                assert all(each[name] == getattr(tally, name) for name in ("partial", "full", "packed", "pairs")), state
                 if head != state["head"] * kv_heads // state["num_heads"]:
                     continue
                 cells = by_head[head].cells
@@ -216,39 +198,21 @@ def test_reach_of_one_query_over_a_long_sequence_is_the_librarys(page: Any) -> N
         assert np.flatnonzero(found["reachOf"]["shown"]).tolist() == seen[state["layers"]].tolist()
 
 
-# -- large sequences ----------------------------------------------------------------------------------------------------------
-
-
 def published(**changes: Any) -> State:
     numbers = {"is_causal": False, "head_dim": 64, "block_size": 128, "layers": 2, "head": 0, "query": 5003}
     return {"heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False, **numbers, **changes}
 
 
+def large(lengths: list[int], rates: list[int], seq_len: int, kv_heads: int, num_heads: int, **changes: Any) -> State:
+    sizes = {"num_heads": num_heads, "num_kv_heads": kv_heads, "seq_len": seq_len}
+    return published(segment_lengths=lengths, dilation_rates=rates, **sizes, **changes)
+
+
 LARGE = [
-    published(
-        segment_lengths=[2048, 4096, 8192, 16384, 32768],
-        dilation_rates=[1, 2, 4, 6, 12],
-        num_heads=24,
-        num_kv_heads=12,
-        seq_len=100_003,
-        is_causal=True,
-    ),
-    published(
-        segment_lengths=[1024, 5792, 32768, 185363, 1048576],
-        dilation_rates=[1, 2, 4, 8, 16],
-        num_heads=16,
-        num_kv_heads=16,
-        seq_len=70_121,
-        zero_padding=True,
-    ),
-    published(  # rates whose least common multiple is far beyond the sequence
-        segment_lengths=[9973, 19997, 39989, 59999],
-        dilation_rates=[9973, 89, 97, 101],
-        num_heads=5,
-        num_kv_heads=5,
-        seq_len=59_999,
-        offsets="interleaved",
-    ),
+    large([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12], 100_003, 12, 24, is_causal=True),
+    large([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], 70_121, 16, 16, zero_padding=True),
+    # rates whose least common multiple is far beyond the sequence
+    large([9973, 19997, 39989, 59999], [9973, 89, 97, 101], 59_999, 5, 5, offsets="interleaved"),
 ]
 
 
@@ -283,9 +247,6 @@ def test_presets_are_the_librarys(page: Any) -> None:
     torchscale = presets["torchscale"]["state"]
     lengths, rates = torchscale["segment_lengths"], torchscale["dilation_rates"]
     assert pattern_of(torchscale) == DilatedPattern.torchscale(lengths, rates)
-
-
-# -- what is refused ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -336,8 +297,6 @@ def test_the_longest_sequence_is_answered(page: Any) -> None:
     assert int(found) == pattern_of(state).count_pairs(2**30, 4)
 
 
-# -- the page itself ----------------------------------------------------------------------------------------------------------
-
 VIEWS = ("pairs", "query", "tiles", "cost", "layers")
 
 
@@ -386,16 +345,12 @@ def test_a_wrong_field_shows_the_message_and_keeps_the_picture(page: Any) -> Non
 
 BAD_ADDRESSES = [
     ("w=1.5&r=1", "segment_lengths[0] must be an integer, got '1.5'"),
-    ("w=16&r=0", "dilation_rates[0] must be in [1, segment_lengths[0]=16], got 0"),
     ("w=&r=", "segment_lengths must hold at least one length, got ()"),
-    ("w=16&r=NaN", "dilation_rates[0] must be an integer, got 'NaN'"),
     ("w=<img src=x onerror=alert(1)>&r=1", "segment_lengths[0] must be an integer, got '<img src=x onerror=alert(1)>'"),
-    (f"w={10**23}&r=1", f"segment_lengths[0] must be at most 1099511627776 on this page, got {10**23}"),
     (f"w={','.join(['4'] * 500)}&r={','.join(['1'] * 500)}", "pattern must have at most 12 branches on this page, got 500"),
     ("w=16&r=1&heads=__proto__", "heads must be one of ('all', 'grouped'), got '__proto__'"),
     ("w=16&r=1&causal=constructor", "is_causal must be a bool, got 'constructor'"),
     (f"w=16&r=1&N={10**14}", f"seq_len must be at most 1073741824 on this page, got {10**14}"),
-    ("w=16&r=1&H=4&KV=3", "num_kv_heads must divide num_heads=4, got 3"),
     ("w=16&r=1&head=-5", "head must be an integer of at least 0, got -5"),
     ("w=16&r=1&layers=65&view=layers", "layers must be at most 64 on this page, got 65"),
 ]

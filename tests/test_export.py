@@ -1,7 +1,5 @@
 """Models exported, saved, loaded by another process and compiled ahead of time: the numbers of eager, for every length."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -126,9 +124,6 @@ def operators(program: ExportedProgram) -> set[str]:
     return {str(node.target).split(".")[1] for node in program.graph.nodes if str(node.target).startswith("flexdilated.")}
 
 
-# -- programs -----------------------------------------------------------------------------------------------------------------
-
-
 def test_no_operator_takes_a_dtype() -> None:
     """Packages that AOTInductor of torch 2.9 makes hand another dtype on than they were given, and read memory by the wrong one."""
     schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("flexdilated::")]
@@ -153,9 +148,6 @@ def test_another_process_loads_a_program_after_importing_this_library(tmp_path: 
     assert "error when deserializing the saved file" in refused
     with torch.no_grad():
         torch.testing.assert_close(torch.load(tmp_path / "y.pt"), model(x), **SINGLE)
-
-
-# -- the portable form --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -223,9 +215,6 @@ def test_what_has_no_portable_form_is_refused(model: nn.Module, message: str) ->
         program = torch.export.export(model.eval(), (draw("layer", 1),))
     with pytest.raises(NotImplementedError, match=message):
         portable(program)
-
-
-# -- TorchScript --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.*is deprecated:DeprecationWarning")

@@ -1,7 +1,5 @@
 """Models in onnxruntime: the numbers of eager, for every length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -29,9 +29,6 @@ def draw_holes(height: int, width: int, share: float) -> Tensor:
     return kept[torch.randperm(len(kept))]
 
 
-# -- full grids ------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_grid_order_is_a_permutation_with_its_inverse(grid: tuple[int, int], order: str) -> None:
@@ -81,9 +78,6 @@ def test_orders_by_hand() -> None:
     assert coordinate_order(coordinates, order="serpentine").permutation.tolist() == [0, 1, 3, 2, 4, 5]
 
 
-# -- coordinates -------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("share", [1.0, 0.4])
 def test_coordinate_order_visits_what_is_there_along_the_curve_of_the_grid(share: float, order: str) -> None:
@@ -122,9 +116,6 @@ def test_tokens_at_one_place_keep_their_order(order: str) -> None:
     assert coordinate_order(coordinates, order=order).permutation.tolist() == [1, 3, 0, 2, 4]
 
 
-# -- tensors -----------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)], ids=str)
 def test_restore_undoes_reorder(shape: tuple[int, ...]) -> None:
     order = grid_order((7, 5))
@@ -136,11 +127,9 @@ def test_restore_undoes_reorder(shape: tuple[int, ...]) -> None:
     assert torch.equal(reorder(restore(x, tuple(order)), tuple(order)), x)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------------------
-
-
 UNKNOWN = r"order must be one of \('hilbert', 'serpentine', 'row_major'\), got 'peano'$"
 FEW = r"x must have shape \(B, 15, \.\.\.\), one token per place of the order, got \("
+FAR = torch.tensor([[0, 0], [2**40, 2**40]])
 SHAPE = r"coordinates must have shape \(N, 2\), got "
 
 
@@ -164,11 +153,7 @@ SHAPE = r"coordinates must have shape \(N, 2\), got "
         (lambda: coordinate_order(torch.ones(7, 2)), TypeError, "coordinates must be integers, got torch.float32$"),
         (lambda: coordinate_order(torch.ones(7, 2).bool()), TypeError, "coordinates must be integers, got torch.bool$"),
         (lambda: coordinate_order([[1, 2]]), TypeError, "coordinates must be a tensor, got list$"),
-        (
-            lambda: coordinate_order(torch.tensor([[0, 0], [2**40, 2**40]])),
-            ValueError,
-            r"coordinates must span at most 2\*\*62 cells, got 10995\d+ x 10995",
-        ),
+        (lambda: coordinate_order(FAR), ValueError, r"coordinates must span at most 2\*\*62 cells, got 10995\d+ x 10995"),
         (lambda: grid_order((3, 2), order="peano"), ValueError, UNKNOWN),
         (lambda: coordinate_order(torch.ones(3, 2).long(), order="peano"), ValueError, UNKNOWN),
         *(
@@ -181,9 +166,6 @@ SHAPE = r"coordinates must have shape \(N, 2\), got "
 def test_orders_reject(call: Callable[[], object], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=f"^{match}"):
         call()
-
-
-# -- traced ------------------------------------------------------------------------------------------------------------------------
 
 
 class Places(torch.nn.Module):

@@ -20,8 +20,6 @@ from flexdilated.core import boundaries, branch, integers, pattern_svg
 from flexdilated.core.pattern import BACKWARD, FORWARD
 from tests.cases import least_heads, patterns
 
-# -- presets ------------------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("pattern", "expected"),
@@ -34,10 +32,7 @@ from tests.cases import least_heads, patterns
         (DilatedPattern.grouped([7, 13], [1, 5]), DilatedPattern((7, 13), (1, 5), heads="grouped")),
         (DilatedPattern.gigapath(), DilatedPattern.torchscale((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))),
         # (16384 / 256)^2 = 2^12 tiles at most: lengths are 2^10, 2^10.5, 2^11, 2^11.5, 2^12, rounded down.
-        (
-            DilatedPattern.gigapath(max_wsi_size=16384),
-            DilatedPattern.torchscale((1024, 1448, 2048, 2896, 4096), (1, 2, 4, 8, 16)),
-        ),
+        (DilatedPattern.gigapath(max_wsi_size=16384), DilatedPattern.torchscale((1024, 1448, 2048, 2896, 4096), (1, 2, 4, 8, 16))),
         (
             DilatedPattern.gigapath(max_wsi_size=16391, tile_size=4097),
             DilatedPattern.torchscale((1024, 362, 128, 45, 16), (1, 2, 4, 8, 16)),
@@ -48,9 +43,6 @@ from tests.cases import least_heads, patterns
 )
 def test_presets_are_those_that_were_published(pattern: DilatedPattern, expected: DilatedPattern) -> None:
     assert pattern == expected
-
-
-# -- a frozen value -----------------------------------------------------------------------------------------------------------
 
 
 @given(patterns())
@@ -85,9 +77,6 @@ def test_pattern_module_and_what_it_imports_import_the_standard_library_only(mod
     assert roots <= sys.stdlib_module_names
 
 
-# -- what a notebook shows ----------------------------------------------------------------------------------------------------
-
-
 def test_notebooks_show_every_branch_and_a_title_that_can_be_read_aloud() -> None:
     pattern = DilatedPattern((7, 13), (1, 3), offsets="interleaved", zero_padding=True)
     root = ElementTree.fromstring(pattern._repr_svg_())
@@ -98,9 +87,6 @@ def test_notebooks_show_every_branch_and_a_title_that_can_be_read_aloud() -> Non
     assert [text.text for text in root.iter(f"{name}text")] == words
     squares = [tuple(float(square.attrib[key]) for key in ("x", "y", "width")) for square in root.iter(f"{name}rect")]
     assert squares == [(0.0, 0.0, 160.0), (0.0, 0.0, 86.15), (86.15, 86.15, 73.85)]
-
-
-# -- refusals -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,12 +142,7 @@ ALL, GROUPED = DilatedPattern((7, 13), (1, 3)), DilatedPattern.grouped((7, 13), 
                 ("offset", (1, -1, 5), ValueError, r"head must be in \[0, 5\), got -1"),
                 ("offset", (1, 0, 0), ValueError, r"head must be in \[0, 0\), got 0"),
                 ("head_runs", (2, 5), ValueError, r"branch must be in \[0, 2\), got 2"),
-                (
-                    "head_runs",
-                    (1, 5, range(2, 6)),
-                    ValueError,
-                    r"within must hold consecutive heads in \[0, 5\), got range\(2, 6\)",
-                ),
+                ("head_runs", (1, 5, range(2, 6)), ValueError, r"within must hold consecutive heads in \[0, 5\), got range.*"),
                 ("head_runs", (1, 5, range(0, 4, 2)), ValueError, r"within must hold consecutive heads in \[0, 5\), got range.*"),
                 ("check_heads", (0,), ValueError, "num_heads must be at least 1, got 0"),
                 ("count_pairs", (9, 0), ValueError, "num_heads must be at least 1, got 0"),
@@ -187,9 +168,6 @@ def test_methods_and_presets_reject(call: Callable[[], object], error: type[Exce
         call()
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------------------
-
-
 def test_operations_per_pair_are_those_of_the_products_of_matrices() -> None:
     rows, dim = 7, 13
     q, k, v = (torch.randn(rows, dim, requires_grad=True) for _ in range(3))
@@ -200,9 +178,6 @@ def test_operations_per_pair_are_those_of_the_products_of_matrices() -> None:
         q @ k.T  # kernels keep no scores: they compute them again
     counted = [mode.get_total_flops() for mode in (forward, backward)]
     assert counted == [FORWARD * rows**2 * dim, BACKWARD * rows**2 * dim]
-
-
-# -- which heads keep what ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 7, 12, 13])

@@ -1,7 +1,5 @@
 """The README's Python runs as it stands, and its links lead somewhere."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from pathlib import Path

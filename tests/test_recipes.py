@@ -1,7 +1,5 @@
 """The recipes of the page `docs/recipes.md`, run as they are printed there: `nox -s tests_recipes` installs what they need."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

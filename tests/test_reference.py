@@ -23,9 +23,6 @@ def test_mask_functions_must_return_bools() -> None:
         reference.dilated_attention(q, q, q, DilatedPattern((7,), (1,)), mask_mod=lambda b, h, i, j: (i >= j).int())
 
 
-# -- python integers and loops ------------------------------------------------------------------------------------------------
-
-
 def multiplicities(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, head: int, query: int, is_causal: bool
 ) -> Counter[int]:
@@ -112,8 +109,6 @@ def test_reference_gradients_pass_gradcheck_with_empty_rows(is_causal: bool) -> 
 
     assert torch.autograd.gradcheck(attend, [x.requires_grad_() for x in (q, k, v)], fast_mode=True)
 
-
-# -- torchscale ---------------------------------------------------------------------------------------------------------------
 
 GOLDEN_FILE = Path(__file__).parent / "golden" / "torchscale.npz"
 GOLDEN_CASES = ["pow2_noncausal", "ragged_noncausal", "ragged_causal", "heads_not_multiple", "rate_not_dividing"]

@@ -97,7 +97,7 @@ REFUSED = [
     ({"key_padding_mask": [[True]]}, TypeError, r"key_padding_mask must be a tensor, got list"),
     ({"key_padding_mask": torch.ones(2, 17)}, TypeError, r"key_padding_mask must be bool, .* got torch.float32"),
     (
-        {"key_padding_mask": torch.ones(2, 17, dtype=torch.int64)},
+        {"key_padding_mask": torch.ones(2, 17).long()},
         TypeError,
         r"key_padding_mask must be bool, .* got torch.int64; use mask.bool\(\), or mask == 0 where 1 is",
     ),

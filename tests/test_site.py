@@ -1,7 +1,5 @@
 """The site: every public name has an entry in the reference, and code that pages show stands alone."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

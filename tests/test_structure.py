@@ -1,7 +1,5 @@
 """The layers of the package: which folder imports from which, and what stays small."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -54,7 +54,7 @@ class Asleep:
         time.sleep(SECONDS_PER_PAIR * q.shape[:3].numel() * k.shape[2])
         return torch.zeros_like(q), q.new_zeros(q.shape[:3])
 
-    def backward(self, *tensors: Any) -> tuple[Tensor, ...]:
+    def backward(self, *tensors: Any, **named: Any) -> tuple[Tensor, ...]:
         q, k, v = tensors[2:5]
         time.sleep(2 * SECONDS_PER_PAIR * q.shape[:3].numel() * k.shape[2])
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

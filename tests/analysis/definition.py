@@ -1,7 +1,5 @@
 """Who sees whom, by a look at every pair."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import numpy as np
 from numpy.typing import NDArray

@@ -1,7 +1,5 @@
 """Patterns under a budget: what is proposed, in which order, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from itertools import combinations
 
@@ -11,6 +9,7 @@ from flexdilated import DilatedPattern, choose_pattern
 from flexdilated.analysis import Choice
 from flexdilated.draw.choices import draw_choices
 
+GROUPED = DilatedPattern.grouped((4, 8), (1, 2))
 BEST = DilatedPattern((16, 512), (1, 4))  # of the experiments with 512 tokens and 8 heads
 
 
@@ -103,11 +102,7 @@ def test_numbers_in_the_picture_do_not_overlap() -> None:
         ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
         ({"patterns": BEST}, TypeError, "patterns must be a sequence, got DilatedPattern"),
         ({"patterns": [5]}, TypeError, "pattern must be a DilatedPattern, got int"),
-        (
-            {"patterns": [DilatedPattern.grouped((4, 8), (1, 2))], "num_heads": 1},
-            ValueError,
-            "pattern must have at most one branch",
-        ),
+        ({"patterns": [GROUPED], "num_heads": 1}, ValueError, "pattern must have at most one branch"),
     ],
 )
 def test_refuses(options: dict[str, object], error: type[Exception], message: str) -> None:

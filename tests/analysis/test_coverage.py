@@ -1,7 +1,5 @@
 """Reach and coverage, against a look at every pair, layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

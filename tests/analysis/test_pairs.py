@@ -1,7 +1,5 @@
 """Pairs in closed form, against a look at every one of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

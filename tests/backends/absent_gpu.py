@@ -3,8 +3,6 @@
 It needs a torch that was built for CUDA, and triton. Nothing here reaches a driver.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import textwrap

@@ -3,8 +3,6 @@
 A pair is scored when its block is listed; in a block listed as full the mask function is not asked, as in the kernels.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

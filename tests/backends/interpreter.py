@@ -4,8 +4,6 @@ The interpreter (3.5 to 3.9) holds bfloat16 as the integers of its bits. It mult
 rounds to nearest even. Here products and casts are mended; other arithmetic in bfloat16 raises: the kernels do none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +16,22 @@ def mend(patch: pytest.MonkeyPatch) -> None:
     _add_sums(patch)
     _mend_bfloat16(patch)
     _mend_calls(patch)
+
+
+def watch(patch: pytest.MonkeyPatch, runs: bool = True) -> list[tuple[str, dict[str, Any]]]:
+    """The kernel and the constants of each launch from now on, in the interpreter or on a GPU."""
+    from flexdilated.backends.triton import launch
+
+    launched: list[tuple[str, dict[str, Any]]] = []
+    run = launch._launch
+
+    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
+        launched.append((kernel.__name__, constants))
+        if runs:
+            run(kernel, programs, arguments, constants, *more)
+
+    patch.setattr(launch, "_launch", noted)
+    return launched
 
 
 def _add_sums(patch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ Dynamo and AOTAutograd trace a call on CPU tensors. The graphs are moved to a CU
 for it, and what it prints is run where TRITON_INTERPRET=1 was in the environment before triton was imported.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

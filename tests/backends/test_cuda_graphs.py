@@ -1,7 +1,5 @@
 """Which operators `mode="reduce-overhead"` leaves out of its CUDA graphs: those whose course the host decides at every call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

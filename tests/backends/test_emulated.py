@@ -3,8 +3,6 @@
 `nox -s emulated` runs them, with a torch that was built for CUDA.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ from flexdilated.core import dispatch_key
 from flexdilated.masks import block_mask
 from tests.backends import test_gpu_flex
 from tests.backends.printed_kernels import Printer, backend, printing
-from tests.backends.test_gpu_flex import CALLS, CASES, run, run_modified_reference
+from tests.backends.test_gpu_flex import CALLS, CASES, run, run_definition
 from tests.hardware import simulate
 from tests.tolerances import SINGLE
 
@@ -104,7 +102,7 @@ def test_printed_kernels_equal_the_reference(
     name: str, layout: str, printer: Printer, contiguous_keys: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test_gpu_flex.force(monkeypatch, layout)
-    actual, expected = run(CASES[name], torch.float32, "flex"), run_modified_reference(CASES[name], torch.float32)
+    actual, expected = (f(*CASES[name], torch.float32) for f in (run, run_definition))
     torch.testing.assert_close([a.double() for a in actual], expected, **SINGLE)
     kernels = [name for name in printer.launches.names if name.startswith("triton_tem")]
     assert len(kernels) == 2 * len(contiguous_keys) > 0
@@ -114,6 +112,6 @@ def test_gradients_of_strided_keys(contiguous_keys: list[bool], monkeypatch: pyt
     """What `TRUST_STRIDED_GRADIENTS` says: the backward was given strided keys, and is right."""
     test_gpu_flex.force(monkeypatch, "packed")
     monkeypatch.setattr(kernel, "TRUST_STRIDED_GRADIENTS", True)
-    actual, expected = run(CASES["short"], torch.float32, "flex"), run_modified_reference(CASES["short"], torch.float32)
+    actual, expected = (f(*CASES["short"], torch.float32) for f in (run, run_definition))
     assert not any(contiguous_keys[:3])
     torch.testing.assert_close([a.double() for a in actual], expected, **SINGLE)

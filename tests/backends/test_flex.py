@@ -24,10 +24,9 @@ from flexdilated.backends.flex import rows, tiles
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.core.call import Call
-from flexdilated.core.encoding import encode
 from flexdilated.masks.blocks import block_lists, head_branches
 from tests.backends import flex_emulation
-from tests.cases import Case, calls, dense_attention, least_heads, patterns
+from tests.cases import Case, dense_attention, least_heads, patterns
 from tests.hardware import simulate
 from tests.tolerances import SINGLE, assert_twice_naive
 
@@ -56,9 +55,6 @@ def relative(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tenso
 
 def thirds(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (i + j) % 3 > 0
-
-
-# -- compiled inference on the CPU ------------------------------------------------------------------------------------------------
 
 
 def assert_equals_the_oracle(case: Case, functions: dict[str, Any]) -> None:
@@ -101,9 +97,6 @@ def test_low_precision_by_the_twice_naive_rule(eagerly: CompileCounter) -> None:
         out = dilated_attention(q, k, v, PATTERN, backend="flex")
     assert out.dtype == torch.bfloat16
     assert_twice_naive(out, dense_attention(q, k, v, PATTERN), expected)
-
-
-# -- users' functions that hold numbers -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -222,44 +215,6 @@ def test_a_compiled_model_runs_flex_without_a_graph_break(num_heads: int, backen
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=backend)(x), peer(x), **SINGLE)
 
 
-@inductor
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")  # the exported graph runs in eager
-@torch.no_grad()
-def test_an_exported_model_holds_flex() -> None:
-    model, x = Model("flex").eval(), torch.randn(2, 300, 48)
-    exported = torch.export.export(model, (x,))
-    assert any("flex_attention" in str(node.target) for node in exported.graph.nodes)
-    peer = Model("sdpa").eval()
-    peer.load_state_dict(model.state_dict())
-    torch.testing.assert_close(exported.module()(x), peer(x), **SINGLE)
-
-
-# -- the lists of blocks inside a compiled model -----------------------------------------------------------------------------------
-
-
-@given(case=calls())
-def test_traced_lists_mark_the_same_blocks(case: Case) -> None:
-    """What the opaque operator gives, spread out, is what is listed outside the compiler."""
-    from flexdilated.masks import block_mask
-
-    pattern = DilatedPattern(case.pattern.segment_lengths, case.pattern.dilation_rates, heads=case.pattern.heads)
-    num_tokens, heads = case.num_tokens * 9, case.kv_heads
-    device = torch.device("cpu")
-    kv, _ = block_mask._lists(block_mask._Wanted(pattern, heads, heads, num_tokens, case.is_causal, (128, 128), device, True))
-    found = block_mask._traced_lists(encode(pattern), heads, heads, num_tokens, case.is_causal, True, device, False)
-    traced = block_mask._shaped(found, num_tokens, pattern, heads, device)
-    for counts, indices, expected_counts, expected in ((*traced[:2], *kv[:2]), (*traced[2:], *kv[2:])):
-        assert torch.equal(counts, expected_counts)
-        for h in range(heads):
-            for row in range(counts.shape[2]):
-                n = int(counts[0, h, row])
-                assert torch.equal(indices[0, h, row, :n], expected[0, h, row, :n])
-
-
-# -- the layout -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @given(pattern=patterns(), num_tokens=st.integers(1, 900), kv_heads=st.integers(1, 4), is_causal=st.booleans())
 def test_packed_tiles_are_those_of_the_masks_that_run(
@@ -317,9 +272,6 @@ def test_the_choice_is_obeyed(monkeypatch: pytest.MonkeyPatch, layout: str) -> N
     # What one call cannot do goes to pieces, whatever it costs.
     dilated_attention(x, x, x, DilatedPattern((6, 12), (2, 3), detach_weights=True), backend="flex")
     assert ran == [f"_{layout}", "_packed"]
-
-
-# -- in compiled code -----------------------------------------------------------------------------------------------------------
 
 
 def dense_flex(q: Tensor, k: Tensor, v: Tensor, *, kind: object, want_lse: bool, **options: Any) -> tuple[Tensor, Tensor]:
@@ -387,9 +339,6 @@ def test_compilers_ask_for_the_layout_once(num_tokens: int, monkeypatch: pytest.
     run = torch.compile(lambda q: backend.attend_flex(q, q, q, Call(LONGNET, True, 1.0))[0], fullgraph=True, backend="eager")
     chosen = choose_layout(LONGNET, Shape(1, num_tokens, 12, 12, 1, 4, True))
     assert run(torch.ones(1, num_tokens, 12, 1)).mean() == {"packed": 2, "fused": 3}[chosen]
-
-
-# -- guards ---------------------------------------------------------------------------------------------------------------------
 
 
 class Wide:
@@ -496,9 +445,6 @@ def test_launches_beyond_the_grid_are_refused() -> None:
         flex.call(x, x, x, score_mod=None, block_mask=None, scale=1.0, want_lse=False, kind=None)
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("hardware", "changes", "reason"),
     [
@@ -541,8 +487,6 @@ def test_refuses_zero_keys() -> None:
         dilated_attention(x, x, x, DilatedPattern.torchscale((5,), (2,)), is_causal=True, backend="flex")
 
 
-# -- what "auto" prefers ----------------------------------------------------------------------------------------------------------
-
 ENTRY = {"device": "sm_90", "dtype": "bfloat16", "training": True, "head_dim": 64}
 
 
@@ -581,14 +525,6 @@ def test_auto_follows_the_measurements() -> None:
         assert sorted(crossovers.prefer(DispatchKey(simulate(name), torch.bfloat16, 64), table)) == sorted(crossovers.DEFAULT)
 
 
-def test_auto_asks_on_when_the_preferred_backend_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = (crossovers.Crossover("sm_90", "bfloat16", True, 64, 0, "flex"),)
-    monkeypatch.setattr(crossovers, "KEPT", kept)
-    request = DispatchKey(simulate("sm_90"), torch.bfloat16, 64, differentiable=True)
-    assert choose("auto", request) == "flex"
-    assert choose("auto", DispatchKey(simulate("sm_90"), torch.bfloat16, 64, differentiable=True, dropout=True)) == "sdpa"
-
-
 def test_what_is_measured_anew_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 
@@ -606,13 +542,3 @@ def test_what_is_measured_anew_leaves_the_rest(tmp_path: Path, monkeypatch: pyte
     rest = [entry for entry in kept["measured"] if (entry["device"], entry["tokens"]) != ("cpu", 4096)]
     assert [entry for entry in found["measured"] if entry not in new] == rest
     assert found["provenance"][:-1] == kept["provenance"]  # of what stays
-
-
-def test_a_backend_that_is_measured_anew_leaves_the_others() -> None:
-    from benchmarks import crossover
-
-    setting = {"device": "sm_80", "dtype": "bfloat16", "training": True, "head_dim": 64, "tokens": 1024}
-    flex, triton = {**setting, "flex_over_sdpa": 1.0}, {**setting, "triton_over_sdpa": 2.0}
-    assert crossover.merged([flex], [triton]) == ([{**flex, **triton}], False)
-    assert crossover.merged([flex], [{**flex, **triton}]) == ([{**flex, **triton}], True)
-    assert crossover.merged([{**flex, "device": "cpu"}], [triton]) == ([{**flex, "device": "cpu"}, triton], True)

@@ -1,11 +1,8 @@
 """Our own kernels on a CUDA device: what the interpreter proves of them, compiled."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +11,10 @@ from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import DispatchKey, why_not
 from flexdilated.backends.triton.tiles import DESCRIBED, LEAST_DESCRIBED_ROWS, tiles_of
 from flexdilated.core.hardware import detect
-from flexdilated.core.pieces import plan_pieces
+from tests.backends import interpreter
 from tests.backends.test_gpu import CASES
-from tests.cases import Case, differentiate, run_backend, run_plain, run_reference
-from tests.tolerances import SINGLE, assert_twice_naive
+from tests.cases import Case, assert_twice_plain, differentiate, run_backend, run_reference
+from tests.tolerances import SINGLE
 
 pytest.importorskip("triton")
 
@@ -72,12 +69,8 @@ def test_float32_equals_the_reference(name: str, is_causal: bool) -> None:
 def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, is_causal: bool, dtype: torch.dtype) -> None:
     case = replace(MORE[name], is_causal=is_causal, lse_gradient=False)
     skip_unless_it_runs(case, dtype)
-    actual, expected = [x.cpu() for x in run_backend(case, "triton", dtype, "cuda")], run_reference(case, dtype)
     whole = replace(case, pattern=PATTERN, ignored=None, borders=None, scale=None if case.scale is None else abs(case.scale))
-    naive, exact = run_plain(whole, dtype), run_reference(whole, dtype)
-    for i in (0, 2, 3, 4):
-        assert actual[i].dtype == dtype
-        assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))
+    assert_twice_plain(run_backend(case, "triton", dtype, "cuda"), case, dtype, whole)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -100,37 +93,23 @@ def test_long_segments_load_by_descriptors(name: str, monkeypatch: pytest.Monkey
         for kernel in DESCRIBED
         if tiles_of(kernel, level, case.head_dim, 2, described_rows=LEAST_DESCRIBED_ROWS, group=case.group).described
     }
-    described: set[str] = set()
-    launches = launch._launch
-
-    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
-        described.update([kernel.__name__] if constants.get("DESCRIBED") else [])
-        launches(kernel, programs, arguments, constants, *more)
-
-    monkeypatch.setattr(launch, "_launch", noted)
+    launched = interpreter.watch(monkeypatch)
     run_backend(case, "triton", torch.bfloat16, "cuda")
-    assert described == chosen
+    assert {kernel for kernel, constants in launched if constants.get("DESCRIBED")} == chosen
 
 
 @pytest.mark.parametrize("name", ["many_documents", "described_documents"])
 def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = MORE[name]
     skip_unless_it_runs(case, torch.bfloat16)
-    found, tabled = [], set[bool]()
-    launches = launch._launch
-
-    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
-        tabled.update([constants["TABLED"]] if "TABLED" in constants else [])
-        launches(kernel, programs, arguments, constants, *more)
-
-    monkeypatch.setattr(launch, "_launch", noted)
+    found, launched = [], interpreter.watch(monkeypatch)
     for least in (2, 1 << 20):
         monkeypatch.setattr(groups, "LEAST", least)
         monkeypatch.setattr(launch, "PLANS", {})
         groups._groups.cache_clear()
-        tabled.clear()
+        launched.clear()
         found.append(run_backend(case, "triton", torch.bfloat16, "cuda"))
-        assert (True in tabled) == (least == 2)
+        assert any(constants.get("TABLED") for _, constants in launched) == (least == 2)
     groups._groups.cache_clear()
     assert all(map(torch.equal, *found))
 
@@ -147,28 +126,6 @@ def test_the_host_does_not_wait_for_launches_that_many_pieces_share() -> None:
         differentiate(run, q, k, v, dout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_many_pieces_are_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one sequence: a captured graph cannot read the borders of documents."""
-    monkeypatch.setattr(groups, "LEAST", 2)
-    monkeypatch.setattr(launch, "PLANS", {})
-    groups._groups.cache_clear()
-    case = Case(DilatedPattern.torchscale((301, 611), (3, 5)), num_tokens=1500, kv_heads=5, head_dim=64)
-    skip_unless_it_runs(case, torch.bfloat16)
-    pieces = plan_pieces(case.pattern, ((0, case.num_tokens),), case.kv_heads, False)
-    assert any(len(some) > 1 for some in groups.together(pieces))
-    q, k, v, *_ = case.tensors(torch.bfloat16, "cuda")
-    run = lambda: dilated_attention(q, k, v, case.pattern, backend="triton")  # noqa: E731
-    with torch.no_grad():
-        run()  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = run()
-        q.copy_(q.flip(1))
-        graph.replay()
-        assert torch.equal(out, run())
-    groups._groups.cache_clear()
 
 
 def test_a_capture_of_documents_compiles_nothing_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,17 +211,3 @@ def test_strides_of_two_gigabytes_are_addressed() -> None:
     run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True, backend="triton")  # noqa: E731
     expected = differentiate(run, q, k, v, dout, dlse)
     assert all(map(torch.equal, differentiate(run, far(q), k, v, dout, dlse), expected))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
-def test_graphs_that_are_replayed_equal_eager() -> None:
-    torch._dynamo.reset()
-    case = replace(CASES["gqa"], is_causal=True)
-    skip_unless_it_runs(case, torch.bfloat16)
-    run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, is_causal=True, return_lse=True, backend="triton")  # noqa: E731
-    compiled = torch.compile(run, fullgraph=True, mode="reduce-overhead")
-    for seed in range(3):
-        tensors = replace(case, seed=seed).tensors(torch.bfloat16, "cuda")
-        torch.compiler.cudagraph_mark_step_begin()
-        torch.testing.assert_close(differentiate(compiled, *tensors), differentiate(run, *tensors))

@@ -4,16 +4,12 @@ import os
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import DispatchKey, choose_kernel
 from flexdilated.backends.dense import sdpa
 from flexdilated.backends.kernel import Options
 from flexdilated.core.hardware import SLOW_ON_CPU, detect, recommended_dtype
-from tests.cases import Case, dense_attention
 from tests.hardware import simulate
-from tests.tolerances import SINGLE, assert_twice_naive
 
 FLOAT64, FLOAT32, FLOAT16, BFLOAT16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -35,13 +31,6 @@ ASKED = os.environ.get("FLEXDILATED_CAPABILITY")
 LEVELS = list(TABLE) if ASKED is None else [ASKED]
 DTYPES = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)
 
-SWITCHES = {
-    "cpu_flash": SDPBackend.FLASH_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_level_gets_its_kernels(level: str) -> None:
@@ -58,29 +47,6 @@ def test_level_gets_its_kernels(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_level_gets_its_dtype(level: str) -> None:
     assert recommended_dtype(simulate(level)) == TABLE[level][2]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_level_s_kernel_is_right_where_this_machine_can_run_it(level: str, dtype: torch.dtype, masked: bool) -> None:
-    kernel = choose_kernel("sdpa", DispatchKey(simulate(level), dtype, head_dim=24, key_padding_mask=masked)).name
-    device = "cpu" if kernel in ("cpu_flash", "math") else "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip(f"{kernel} runs on CUDA only, torch sees none")
-    pattern = DilatedPattern((31, 101), (1, 3))
-    case = Case(pattern, num_tokens=127, head_dim=24, ignored=0.3 if masked else None)
-    q, k, v, _, _ = case.tensors(dtype, device)
-    with sdpa_kernel(SWITCHES[kernel]):
-        out = dilated_attention(q, k, v, pattern, backend="sdpa", **case.options(device)).cpu()
-    q, k, v = (x.cpu() for x in (q, k, v))
-    expected, _ = reference.dilated_attention(q, k, v, pattern, **case.options())
-    if dtype == FLOAT32:
-        torch.testing.assert_close(out.double(), expected, **SINGLE)
-    else:
-        naive = dense_attention(q, k, v, pattern)
-        plain, _ = reference.dilated_attention(q, k, v, pattern)
-        assert_twice_naive(out.double() - expected, naive.double() - plain, torch.zeros_like(expected))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -1,11 +1,9 @@
 """Users' score and mask functions: refusals, and every backend that runs them against the oracle."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -25,40 +23,11 @@ from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.call import Call
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
 from tests.backends import flex_emulation
+from tests.backends.mods import Mods, run
 from tests.cases import Case, calls, run_reference
 from tests.tolerances import EXACT, SINGLE
 
 PATTERN = DilatedPattern((7, 20, 41), (1, 2, 5))
-LONGEST = 300
-
-
-@dataclass(frozen=True)
-class Mods:
-    """Functions as models have them, one that learns among them."""
-
-    score: str | None
-    mask: str | None
-    seed: int = 0
-
-    def table(self, heads: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.randn(heads, 2 * LONGEST, generator=generator, dtype=torch.float64).requires_grad_()
-
-    def functions(self, table: Tensor) -> dict[str, Any]:
-        scores: dict[str | None, Any] = {
-            None: None,
-            "table": lambda s, b, h, i, j: s + table[h, i - j + LONGEST],
-            "alibi": lambda s, b, h, i, j: s - torch.exp2(-(h + 1.0)) * (i - j).abs(),
-            "softcap": lambda s, b, h, i, j: 2 * torch.tanh(s / 2),
-            "window": lambda s, b, h, i, j: torch.where(i - j > 5, -math.inf, s + 0.1 * b),
-        }
-        masks: dict[str | None, Any] = {
-            None: None,
-            "prefix": lambda b, h, i, j: (j <= i) | (j < 9),
-            "thirds": lambda b, h, i, j: (i + 2 * j + h + b) % 3 > 0,
-            "one_token": lambda b, h, i, j: j == 5,
-        }
-        return {"score_mod": scores[self.score], "mask_mod": masks[self.mask]}
 
 
 MODS = st.builds(
@@ -67,20 +36,6 @@ MODS = st.builds(
     st.sampled_from((None, "prefix", "thirds", "one_token")),
     st.integers(0, 1000),
 )
-
-
-def run(attend: Callable[..., tuple[Tensor, Tensor]], case: Case, mods: Mods, **options: Any) -> list[Tensor]:
-    """Out, lse and the gradients of q, k, v and the table; lse has a gradient where it is finite."""
-    q, k, v, dout, dlse = case.tensors()
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    table = mods.table(q.shape[2])
-    out, lse = attend(q, k, v, case.pattern, **case.options(), **mods.functions(table), **options)
-    total = (out * dout).sum()
-    if dlse is not None:
-        total = total + torch.where(lse > -math.inf, lse * dlse, 0.0).sum()
-    grads = torch.autograd.grad(total, (q, k, v, table), allow_unused=True)
-    inputs = (q, k, v, table)
-    return [out.detach(), lse.detach(), *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))]
 
 
 def with_lse(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -101,9 +56,6 @@ def at_most(scores: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flexdilated.backends.autograd.functions, "SCORES", scores)
         yield
-
-
-# -- the sdpa backend ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -192,20 +144,6 @@ def test_low_precision(dtype: torch.dtype) -> None:
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse.double(), expected_lse, **SINGLE)
     torch.testing.assert_close(out.double(), expected, atol=4 * torch.finfo(dtype).eps, rtol=1e-5)
-
-
-def test_ignored_keys_may_hold_anything() -> None:
-    case, mods = Case(PATTERN, batch=2, ignored=0.3), Mods("table", "thirds")
-    q, k, v, dout, _ = case.tensors()
-    options = {**case.options(), **mods.functions(mods.table(5))}
-    ignored = options["key_padding_mask"]
-    k[ignored] = math.nan
-    v[ignored] = math.inf
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = dilated_attention(q, k, v, PATTERN, **options)
-    assert out.isfinite().all()
-    for grad in torch.autograd.grad((out * dout).sum(), (q, k, v)):
-        assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("dim", ["windows", *range(4)])
@@ -301,8 +239,6 @@ def test_modules_pass_functions_on() -> None:
     assert not torch.equal(DilatedAttention(PATTERN)(q, k, v), expected)
 
 
-# -- compiled, for every number of tokens ---------------------------------------------------------------------------------------
-
 LENGTHS = (29, 43, 17, 7, 53)
 SHORT = DilatedPattern((7, 20), (1, 3))
 
@@ -350,20 +286,6 @@ def test_compiled_functions_equal_the_oracle_for_every_length() -> None:
         case = Case(SHORT, batch=2, num_tokens=n, kv_heads=3, seed=n, **options)
         assert_as_the_oracle(case, Mods("table", "thirds"), attend)
     assert graphs.frame_count == 1
-
-
-@needs_unknown_sizes
-@pytest.mark.slow
-@pytest.mark.usefixtures("_forget_graphs")
-def test_a_second_graph_serves_every_other_length() -> None:
-    """Traced alone; what is differentiated when it is compiled, the test above shows."""
-    pattern = DilatedPattern((20,), (3,), heads="grouped", offsets="interleaved")
-    graphs, counts = CompileCounterWithBackend("eager"), []
-    compiled = torch.compile(with_lse, fullgraph=True, backend=graphs)
-    for n in LENGTHS[:3]:
-        assert_as_the_oracle(Case(pattern, batch=2, num_tokens=n, kv_heads=3, seed=n), Mods("softcap", "prefix"), compiled)
-        counts.append(graphs.frame_count)
-    assert counts == [1, 2, 2]
 
 
 @needs_unknown_sizes
@@ -467,9 +389,6 @@ def test_code_compiled_in_part_asks_for_no_grid(monkeypatch: pytest.MonkeyPatch)
             torch.testing.assert_close(compiled(x), attend(x), **SINGLE)
 
 
-# -- scores that functions move far away ------------------------------------------------------------------------------------------
-
-
 def padded(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
     return flexdilated.backends.autograd.functions._padded(q, k, v, Call(pattern, scale=0.3)._replace(**options))
 
@@ -513,9 +432,6 @@ def test_grouped_branches_compile_for_any_number_of_heads() -> None:
         q = torch.randn(1, 40, heads, 16, dtype=torch.float64)
         torch._dynamo.mark_dynamic(q, 2)
         torch.testing.assert_close(compiled(q), attend(q), **EXACT)
-
-
-# -- the flex backend, packed, under an emulated kernel -------------------------------------------------------------------------
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
@@ -569,9 +485,6 @@ def test_packed_lanes_beyond_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_flex_backend_as_the_oracle(Case(PATTERN, batch=3, ignored=0.3), Mods("table", "prefix"))
 
 
-# -- many documents -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["kernel", "functions", "packed", "fused"])
 @pytest.mark.parametrize("options", [{"group": 2}, {"is_causal": True, "ignored": 0.3}], ids=["whole", "causal_ignored"])
 @pytest.mark.parametrize("sizes", [[4] * 13, [3, 5, 7] * 5, [25, 0, 25, 25, 7, 7]], ids=["equal", "scattered", "several_segments"])
@@ -583,9 +496,6 @@ def test_many_documents_equal_the_oracle(
     every: dict[str, tuple[Mods, ...]] = {"kernel": (Mods(None, None),), "functions": (Mods("table", "one_token"),)}
     for mods in every.get(layout, (Mods(None, None), Mods("table", "one_token"))):
         (assert_as_the_oracle if layout in every else assert_flex_backend_as_the_oracle)(case, mods)
-
-
-# -- refusals -----------------------------------------------------------------------------------------------------------------
 
 
 def attend(batch: int = 1, **options: Any) -> Tensor:
@@ -627,14 +537,3 @@ def test_refuses_functions_beside_zero_keys_and_shifts(length: int, rate: int, i
     x, pattern = torch.randn(1, 13, 2, 4), DilatedPattern.torchscale((length,), (rate,))
     with pytest.raises(NotImplementedError, match=r"zero_padding=True"):
         dilated_attention(x, x, x, pattern, is_causal=is_causal, score_mod=lambda s, *_: s, backend=backend)
-
-
-def test_flex_refuses_on_a_cpu_what_learns_and_auto_does_not_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = torch.randn(2, requires_grad=True)
-    learned = {"score_mod": lambda s, b, h, i, j: s + table[h]}
-    with pytest.raises(
-        NotImplementedError, match=r"backend 'flex' cannot run this on cpu: .* no backward on CPU.*torch.no_grad\(\)"
-    ):
-        attend(backend="flex", **learned)
-    monkeypatch.setattr("flexdilated.backends.prefer", lambda request: ("flex", "sdpa"))
-    assert torch.autograd.grad(attend(**learned).square().sum(), table)[0].norm() > 0

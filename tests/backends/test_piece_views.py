@@ -1,9 +1,6 @@
 """Dense kernels on pieces as on a GPU: read in place, merged and added by the Triton kernels, here in the interpreter."""
 
-from __future__ import annotations
-
 import math
-import os
 import re
 import subprocess
 import sys
@@ -245,29 +242,6 @@ def test_triton_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPa
     with pytest.warns(UserWarning, match="triton could not launch a kernel in this process"):
         assert piece_loop.merging(request) is None
     assert piece_loop.merging(request) is None
-
-
-def test_triton_without_a_driver_is_left_out() -> None:
-    """Triton as it is, in a process without its interpreter: this machine has no GPU, so that no kernel can be launched."""
-    code = """
-import warnings, torch
-from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends.dense import piece_loop
-from flexdilated.backends.triton import merging
-piece_loop.packs, piece_loop.merging = lambda device: False, lambda request: merging
-x, pattern = torch.randn(1, 47, 5, 8), DilatedPattern((16, 47), (1, 5))
-with warnings.catch_warnings(record=True) as found:
-    warnings.simplefilter("always")
-    out = dilated_attention(x, x, x, pattern, backend="sdpa")
-print([str(each.message) for each in found])
-wide = x.double()
-expected = dilated_attention(wide, wide, wide, pattern, backend="reference")
-torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("triton could not launch a kernel in this process") == 1
 
 
 def test_where_triton_kernels_merge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The mixture in operators that every runtime has, against the float64 oracle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

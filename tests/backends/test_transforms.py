@@ -26,7 +26,6 @@ from tests.tolerances import EXACT, SINGLE
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
 DETACHED = DilatedPattern.torchscale((11, 23), (3, 5))
 SHORT = DilatedPattern((5, 7), (1, 3))
-TWICE = r"must not be differentiated twice, .* use backend='reference'"
 
 Attend = Callable[..., Any]
 
@@ -98,9 +97,6 @@ def tensors_and_tangents(case: Case, dtype: torch.dtype = torch.float64) -> tupl
 def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
     """lse of a row without a key is -inf, whose tangent is 0."""
     torch.testing.assert_close(actual, expected, **(tolerance or EXACT))
-
-
-# -- forward mode -------------------------------------------------------------------------------------------------------------
 
 
 needs_functions = pytest.mark.skipif(not TRACES_FUNCTIONS, reason="torch 2.9 reads no integers under torch.func")
@@ -193,9 +189,6 @@ def test_other_backends_have_tangents_and_are_mapped(options: dict[str, Any]) ->
     assert_close(grad(total)(given[0]), torch.autograd.grad(total(q), q)[0])
 
 
-# -- torch.func ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pattern", [SHORT, DilatedPattern((5, 7), (2, 3), heads="grouped")], ids=["all", "grouped"])
 def test_jacobians_of_both_modes_equal_those_of_the_definition(pattern: DilatedPattern) -> None:
     case = Case(pattern, num_tokens=7, kv_heads=2, head_dim=2)
@@ -205,16 +198,6 @@ def test_jacobians_of_both_modes_equal_those_of_the_definition(pattern: DilatedP
         actual = jacobian(attend(case), argnums=(0, 1, 2))(*given)
         # A row that no key reaches has lse = -inf: both say 0.
         assert_close(actual, expected)
-
-
-def test_grad_and_vjp_equal_autograd() -> None:
-    case = Case(PATTERN, group=2, ignored=0.2)
-    q, k, v, dout, dlse = case.tensors()
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(attend(case)(*leaves), leaves, (dout, dlse))
-    assert_close(vjp(attend(case), q, k, v)[1]((dout, dlse)), expected)
-    loss = lambda q, k, v: (attend(case)(q, k, v)[0] * dout).sum()  # noqa: E731
-    assert_close(grad(loss, argnums=(0, 1, 2))(q, k, v), torch.autograd.grad(loss(*leaves), leaves))
 
 
 @pytest.mark.parametrize("case", [Case(SHORT, batch=2, group=2), Case(SHORT, borders=(0, 13, 43)), Case(DETACHED)], ids=str)
@@ -307,9 +290,6 @@ def test_second_derivatives_equal_those_of_the_definition(case: Case, outer: Any
     assert_close(outer(inner(lambda q: dilated_attention(q, k, v, case.pattern, return_lse=True, **options)))(q), expected)
 
 
-# -- functionalize ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dual", [False, True])
 def test_functionalize_inside_a_derivative_is_refused(dual: bool) -> None:
     q, k, v, _, _ = Case(SHORT).tensors()
@@ -331,9 +311,6 @@ def test_functionalize_without_derivatives_changes_nothing() -> None:
     call = lambda q: dilated_attention(q, k, v, SHORT)  # noqa: E731
     assert torch.equal(functionalize(call)(q), call(q))
     assert torch.equal(vmap(functionalize(call))(torch.stack([q, 2 * q])), torch.stack([call(q), call(2 * q)]))
-
-
-# -- compiled code, and what is refused ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -382,15 +359,6 @@ def test_transforms_are_traced_or_refused_by_name(name: str, options: dict[str, 
     torch._dynamo.reset()
     if TRACES_FUNCTIONS:  # what it leaves uncompiled, torch 2.9 differentiates wrongly in plain functions too
         assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, SCORED], ids=["operators", "materialised"])
-def test_compiled_jacobians_of_forward_mode_are_left_uncompiled(options: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    q, k, v, _, _ = Case(ONE, num_tokens=7, kv_heads=1, head_dim=1).tensors()
-    call = jacfwd(lambda q: dilated_attention(q, k, v, ONE, **options))
-    assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])

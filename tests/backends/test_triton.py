@@ -1,7 +1,5 @@
 """Our own kernels, run by triton's interpreter: every option against the oracle, strides, tiles, launches, memory, planted bugs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -30,8 +28,8 @@ from flexdilated.core.call import Call
 from flexdilated.core.lse import for_backward
 from flexdilated.core.pieces import plan_pieces
 from tests.backends import interpreter
-from tests.cases import Case, calls, differentiate, poisoned_memory, run_backend, run_plain, run_reference
-from tests.tolerances import HALF_LSE, SINGLE, assert_twice_naive
+from tests.cases import Case, assert_twice_plain, calls, differentiate, poisoned_memory, run_backend, run_reference
+from tests.tolerances import HALF_LSE, SINGLE
 
 pytest.importorskip("triton")
 if not backend.INTERPRETED:
@@ -91,20 +89,6 @@ def tile(patch: pytest.MonkeyPatch, queries: int, keys: int) -> None:
     patch.setattr(launch, "tiles_of", lambda *arguments, **options: TileConfig(queries, keys, 4, 2))
 
 
-def watch(patch: pytest.MonkeyPatch, runs: bool = True) -> list[tuple[str, dict[str, Any]]]:
-    """The kernel and the constants of each launch from now on."""
-    launched: list[tuple[str, dict[str, Any]]] = []
-    run = launch._launch
-
-    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
-        launched.append((kernel.__name__, constants))
-        if runs:
-            run(kernel, programs, arguments, constants, *more)
-
-    patch.setattr(launch, "_launch", noted)
-    return launched
-
-
 def by_triton(pattern: DilatedPattern, **options: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return lambda q, k, v: dilated_attention(q, k, v, pattern, return_lse=True, backend="triton", **options)
 
@@ -120,9 +104,6 @@ def assert_oracle(case: Case, factor: float = 1.0) -> None:
     assert_close(actual, case, factor)
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_option_equals_the_oracle(name: str) -> None:
     assert_oracle(CASES[name])
@@ -136,7 +117,7 @@ def test_forms_to_measure_equal_the_others_and_the_oracle(name: str, monkeypatch
     monkeypatch.setattr(launch, "HOSTS", True)
     monkeypatch.setattr(launch, "SUMS", True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # as poisoned memory asks for
-    launched = watch(monkeypatch)
+    launched = interpreter.watch(monkeypatch)
     with poisoned_memory():
         actual = run_backend(CASES[name], "triton", torch.float32)
     assert_close(actual, CASES[name])
@@ -168,7 +149,7 @@ def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], m
 
 @pytest.mark.slow
 def test_rows_by_tensor_descriptors_equal_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles_of, launched = launch.tiles_of, watch(monkeypatch)
+    tiles_of, launched = launch.tiles_of, interpreter.watch(monkeypatch)
 
     def described_tiles(*arguments: Any, described_rows: int = 0, group: int = 1) -> TileConfig:
         return tiles_of(*arguments)._replace(described=described_rows > 0)
@@ -191,7 +172,7 @@ def test_sums_take_no_part_of_keys_after_the_end(monkeypatch: pytest.MonkeyPatch
 
 def test_deterministic_algorithms_take_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SUMS", True)
-    launched = watch(monkeypatch)
+    launched = interpreter.watch(monkeypatch)
     torch.use_deterministic_algorithms(True)
     try:
         run_backend(CASES["one_token"], "triton", torch.float32)
@@ -228,11 +209,9 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
     """In the tiles that a GPU would take."""
     for form in forms:
         monkeypatch.setattr(launch, form, True)
-    launched, case = watch(monkeypatch), replace(CASES[name], batch=1, lse_gradient=False)
-    actual, expected, naive = run_backend(case, "triton", dtype), run_reference(case, dtype), run_plain(case, dtype)
-    for i in (0, 2, 3, 4):
-        assert actual[i].dtype == dtype
-        assert_twice_naive(actual[i], naive[i], expected[i])
+    launched, case = interpreter.watch(monkeypatch), replace(CASES[name], batch=1, lse_gradient=False)
+    actual = run_backend(case, "triton", dtype)
+    expected = assert_twice_plain(actual, case, dtype)
     torch.testing.assert_close(actual[1].double(), expected[1], **HALF_LSE)
     assert ("differentiate_queries" in dict(launched)) == (not forms)
 
@@ -269,9 +248,6 @@ def test_a_part_of_a_models_heads_is_that_part_of_its_outputs() -> None:
     call = Call(PATTERN, backend="triton", first_head=2, num_heads=5)
     out, _ = attend(q[:, :, 4:8], k[:, :, 2:4], v[:, :, 2:4], call)
     torch.testing.assert_close(out.double(), whole[:, :, 4:8], **SINGLE)
-
-
-# -- what is read -------------------------------------------------------------------------------------------------------------
 
 
 def poisoned(x: Tensor, kind: str) -> Tensor:
@@ -362,12 +338,9 @@ def test_keys_between_padding_alone_are_computed(monkeypatch: pytest.MonkeyPatch
     assert len(loaded) == 8 * 2 * 2 + 8  # 8 tiles of queries read themselves, and k and v of 2 tiles out of 8
 
 
-# -- launches and memory ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("detaches", [False, True])
 def test_a_piece_is_one_launch_forward_and_two_or_three_backward(detaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = watch(monkeypatch, runs=False)
+    launched = interpreter.watch(monkeypatch, runs=False)
     case = Case(DilatedPattern((8, 16, 32), (1, 2, 4), detach_weights=detaches), num_tokens=32, kv_heads=4, head_dim=16)
     run_backend(case, "triton", torch.float32)
     one = ["differentiate_keys", "differentiate_queries"]
@@ -391,7 +364,7 @@ class Allocated(TorchDispatchMode):
 
 
 def test_memory_does_not_grow_with_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch(monkeypatch, runs=False)
+    interpreter.watch(monkeypatch, runs=False)
     q, k, v, dout, dlse = Case(PATTERN, num_tokens=32, kv_heads=2, head_dim=16).tensors(torch.float32)
     assert dlse is not None
     used = []
@@ -439,7 +412,7 @@ MANY = {
 def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(
     name: str, least: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles_of, launched, found = launch.tiles_of, watch(monkeypatch), []
+    tiles_of, launched, found = launch.tiles_of, interpreter.watch(monkeypatch), []
     if name == "grouped_heads":  # descriptors in some kernels of each launch, those of the longer segments
         monkeypatch.setattr(groups, "LEAST_DESCRIBED_ROWS", 5)
         monkeypatch.setattr(
@@ -555,24 +528,6 @@ def test_numbers_of_a_table_may_pass_32_bits() -> None:
     for row, *numbers, first, count in zip(table.tolist(), (far, PIECE), (11, 13), (2, 3), (0, 10), (10, 21)):
         assert row == [*launch._numbers(*numbers), first, count]
 
-
-def test_compiled_attention_equals_eager() -> None:
-    torch._dynamo.reset()
-    case = Case(PATTERN, num_tokens=23, kv_heads=1, head_dim=16)
-    run = by_triton(PATTERN)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    assert all(
-        map(torch.equal, differentiate(compiled, *case.tensors(torch.float32)), differentiate(run, *case.tensors(torch.float32)))
-    )
-
-
-def test_transforms_of_torch_func_are_refused_by_name() -> None:
-    x = torch.randn(1, 23, 2, 16)
-    with pytest.raises(NotImplementedError, match=r"^backend 'triton' cannot run this on cpu: no transform of torch.func"):
-        torch.func.jvp(lambda q: dilated_attention(q, x, x, PATTERN, backend="triton"), (x,), (x,))
-
-
-# -- where it runs ------------------------------------------------------------------------------------------------------------
 
 HOPPER = simulate("sm_90")
 

@@ -1,7 +1,5 @@
 """The experiment of context lengths at its quick sizes: what it runs, keeps and repeats."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -55,25 +53,6 @@ def test_what_is_kept_is_not_run_again(text: Path, monkeypatch: pytest.MonkeyPat
     assert after[0]["bits_per_byte"] != after[4]["bits_per_byte"]
     monkeypatch.setattr(context_length, "run", None)
     assert run(text, "--seeds", "2")["runs"] == after
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(text)["runs"]
-    text.with_name("results.json").unlink()
-    advance = context_length.Trainer._advance
-
-    def stop_at_two(trainer: Any) -> float:
-        if trainer.step == 2:
-            raise KeyboardInterrupt
-        return advance(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(context_length.Trainer, "_advance", stop_at_two)
-        with pytest.raises(KeyboardInterrupt):
-            run(text)
-    resumed = run(text)["runs"]
-    assert [entry["bits_per_byte"] for entry in resumed] == [entry["bits_per_byte"] for entry in whole]
 
 
 @pytest.mark.slow

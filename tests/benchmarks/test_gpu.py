@@ -1,7 +1,5 @@
 """The GPU benchmark at its quick sizes: it runs, and its report adds up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

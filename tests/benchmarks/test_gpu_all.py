@@ -1,14 +1,9 @@
 """`python -m benchmarks.gpu --all` at its quick sizes: order, resuming, limits of time, and what a wrong backend stops."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -361,32 +356,3 @@ def test_calls_of_other_bits_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--all", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.startswith("--all needs a CUDA device, and torch sees none")
-
-
-def test_needs_are_named_with_the_commands_that_bring_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def version(name: str) -> str:
-        if name in ("flash-attn-4", "rich"):
-            raise gpu.PackageNotFoundError
-        return "1"
-
-    monkeypatch.setattr(gpu, "version", version)
-    assert gpu.main(["--needs"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["rich", "flash-attn-4==4.0.0b36"]
-    fetch, install = (next(line for line in lines if word in line) for word in ("pip download", "pip install"))
-    assert "--no-deps --only-binary :all: --python-version {}.{} ".format(*sys.version_info) in fetch
-    assert "--no-index --no-deps --find-links wheels rich flash-attn-4==4.0.0b36" in install
-    monkeypatch.setattr(gpu, "version", lambda name: "1")
-    assert gpu.needs() == "Nothing is missing."
-
-
-def test_what_it_imports_is_among_the_needs() -> None:
-    """In a process of its own: what is imported beside what torch and triton import."""
-    code = "import sys, torch, triton; own = set(sys.modules); import benchmarks.gpu_steps; print(*set(sys.modules) - own)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found = {name.partition(".")[0] for name in done.stdout.split()} - set(sys.stdlib_module_names)
-    owners = {owner.lower() for name in found for owner in packages_distributions().get(name, ())}
-    assert {"pytest", "rich", "hypothesis"} <= owners
-    assert owners - {"flexdilated", "torch"} <= {*gpu.IMPORTED, *gpu.FLASH}

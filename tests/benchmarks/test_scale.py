@@ -1,7 +1,5 @@
 """The kept table of scale is what the planner says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The four tasks: what each kind of attention scores, what is run and kept, and what the page quotes."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

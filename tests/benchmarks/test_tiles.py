@@ -1,7 +1,5 @@
 """The sweep over tiles: what it forces is what is launched, and what is kept is what tiles.py takes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdilated import DilatedPattern, compat, reference
+from tests.cases import randomised
 
 BATCH, TOKENS, HEADS, HEAD_DIM = 2, 23, 5, 3
 EMBED = HEADS * HEAD_DIM
@@ -66,13 +67,6 @@ def build(name: str, **options: object) -> nn.Module:
     elif name == HILBERT:
         options = {"grid": GRID, **options}
     return randomised(getattr(compat, name)(**{"segment_lengths": LENGTHS, "dilation_rates": RATES, **options}))
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return module
 
 
 def definition_of(layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:

@@ -1,10 +1,13 @@
-"""Every argument's place in the table, its warning, and the docs' table."""
+"""Every name: the place of its arguments in the table, their warnings, the docs' table, dropout, copies; and the factories."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
+import torch
 
-from flexdilated import compat
+from flexdilated import DilatedPattern, compat
 from flexdilated.compat import ARGUMENTS
 from tests.compat.cases import (
     BARE,
@@ -22,6 +25,8 @@ from tests.compat.cases import (
     arguments,
     build,
     expected_warnings,
+    inputs,
+    only,
 )
 
 NAMES = (*BARE, *LAYERS, HILBERT, *TRANSFORMERS, *FACTORIES)
@@ -110,3 +115,57 @@ def test_table_in_the_docs_has_every_argument_and_the_text_of_the_warnings() -> 
     rows = [tuple(cell.strip(" `") for cell in line.strip("|").split("|")) for line in section.splitlines()[2:]]
     assert {name for name, _, _ in rows} == set().union(*(arguments(name) for name in NAMES)) - {"embed_dim", "num_heads"}
     assert {name: meaning for name, meaning, warns in rows if warns != "never"} == ARGUMENTS
+
+
+@pytest.mark.parametrize("name", [*BARE, *LAYERS, HILBERT])
+def test_dropout_drops_weights_in_training_only(name: str) -> None:
+    argument = "attention_dropout" if "attention_dropout" in arguments(name) else "dropout"
+    module, x = build(name, **{argument: 0.4}).eval(), inputs(name)
+    with torch.no_grad():
+        plain = only(module(*x))
+        assert torch.equal(only(module(*x)), plain)
+        assert not torch.allclose(only(module.train()(*x)), plain)
+    with pytest.raises(ValueError, match=r"^dropout_p must be in \[0, 1\), got 1.0$"):
+        build(name, **{argument: 1.0})
+
+
+@pytest.mark.parametrize("name", [*BARE, *LAYERS, HILBERT])
+def test_modules_are_pickled_and_copied(name: str) -> None:
+    module, x = build(name).eval(), inputs(name)
+    for twin in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        assert torch.equal(only(twin(*x)), only(module(*x)))
+        if name in LAYERS:
+            twin.load_state_dict({key.replace("inner_attn_ln", "norm"): y for key, y in module.state_dict().items()})
+
+
+@pytest.mark.parametrize("kind", ["auto", "standard", "improved", "ring"])
+def test_factories_build_the_classes_with_all_their_arguments(kind: str) -> None:
+    attention = compat.create_dilated_attention(kind, LENGTHS, RATES, dropout=0.25)
+    assert type(attention) is (compat.RingDilatedAttention if kind == "ring" else compat.ImprovedDilatedAttention)
+    assert (attention.attention.pattern, attention.attention.dropout_p) == (GROUPED, 0.25)
+    options = {"bias": False, "layer_norm_eps": 0.1, "dtype": torch.float64, "device": "meta", "dropout": 0.25}
+    layer = compat.create_multihead_dilated_attention(kind, EMBED, HEADS, LENGTHS, RATES, **options)
+    assert type(layer) is (compat.RingMultiheadDilatedAttention if kind == "ring" else compat.ImprovedMultiheadDilatedAttention)
+    assert (layer.attention.pattern, layer.attention.dropout_p) == (GROUPED, 0.25)
+    assert (layer.q_proj.bias, layer.q_proj.weight.dtype, layer.inner_attn_ln.eps) == (None, torch.float64, 0.1)
+    assert layer.q_proj.weight.is_meta
+    assert compat.create_dilated_attention(kind).attention.pattern == DilatedPattern.grouped((2048, 4096, 8192), (1, 2, 4))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories_warn_of_what_has_no_effect_and_refuse_what_they_do_not_know(name: str) -> None:
+    factory = getattr(compat, name)
+    for kind in ("auto", "ring"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            given = {argument: GIVEN[argument] for argument in arguments(name) & set(GIVEN)}
+            factory(kind, segment_lengths=LENGTHS, dilation_rates=RATES, **given)
+        assert sorted(str(warning.message) for warning in caught) == expected_warnings(name)
+        assert all(warning.filename == __file__ for warning in caught)
+    for kind, use in (("distributed", r"DilatedAttention\(mesh="), ("block_sparse_ring", r"dilated_attention\(mask_mod=")):
+        with pytest.raises(NotImplementedError, match=rf"^attention_type must be one of .*, got '{kind}'; .*{use}"):
+            factory(kind)
+    with pytest.raises(ValueError, match=r"^attention_type must be one of \('auto', .*, got 'fast'$"):
+        factory("fast")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sparsity_ratio'"):
+        factory(sparsity_ratio=0.9)

@@ -1,10 +1,8 @@
-"""`flexdilated.compat` beside the popular port itself: what agrees, and every difference that the docs name.
+"""`flexdilated.compat` beside the popular port itself: arguments, and all but the attention.
 
-`nox -s tests_port` installs the port. It asks for versions of torch and xformers that nobody runs any more; of xformers it uses one
-function, which `scaled_dot_product_attention` stands in for, and of torchscale a class that is not called here.
+`nox -s tests_port` installs the port. It asks for versions of torch and xformers that nobody runs any more; what it imports of
+xformers and torchscale is not called here.
 """
-
-from __future__ import annotations
 
 import inspect
 import sys
@@ -13,10 +11,10 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from flexdilated import compat
+from tests.cases import randomised
 from tests.tolerances import EXACT
 
 einops = pytest.importorskip("einops")
@@ -28,21 +26,11 @@ EMBED = HEADS * HEAD_DIM
 LENGTHS, RATES = [8, 16, 24], [1, 2, 3]  # three groups of two heads; the port takes whole segments only
 
 
-class _LowerTriangularMask:
-    pass
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, op: object, attn_bias: object) -> Tensor:
-    """What the port calls of xformers, on `(b, n, h, d)`."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=isinstance(attn_bias, _LowerTriangularMask)).transpose(1, 2)
-
-
 @pytest.fixture(scope="module")
 def port() -> dict[str, type[nn.Module]]:
     """The classes of the port, over the stand-ins."""
     ops = ModuleType("xformers.ops")
-    ops.LowerTriangularMask, ops.memory_efficient_attention, ops.AttentionOp = _LowerTriangularMask, _attend, object
+    ops.LowerTriangularMask = ops.memory_efficient_attention = ops.AttentionOp = object
     xformers = ModuleType("xformers")
     xformers.ops = ops
     xpos = ModuleType("torchscale.component.xpos_relative_position")
@@ -61,10 +49,6 @@ def port() -> dict[str, type[nn.Module]]:
 
         modules = (dilated_attention, dilated_attention, transformer, transformer, long_net)
         return {name: getattr(module, name) for name, module in zip(NAMES, modules)}
-
-
-def draw(heads: int = HEADS) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(BATCH, TOKENS, heads, HEAD_DIM, dtype=torch.float64) for _ in range(3))
 
 
 NAMES = (
@@ -87,41 +71,6 @@ def test_arguments_have_the_names_order_and_defaults_of_the_port(port: dict[str,
                 assert own == (tuple(default) if isinstance(default, list) else default)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_port_divides_each_group_by_its_sum_and_by_the_number_of_groups(port: dict[str, type[nn.Module]], is_causal: bool) -> None:
-    q, k, v = draw()
-    theirs = port["DilatedAttention"](LENGTHS, RATES)(q, k, v, is_causal)
-    ours = compat.DilatedAttention(LENGTHS, RATES)(q, k, v, is_causal)
-    for i in range(3):
-        heads = slice(2 * i, 2 * i + 2)
-        sums = ours[:, :, heads].sum(1, keepdim=True)
-        torch.testing.assert_close(theirs[:, :, heads], ours[:, :, heads] / sums / 3, atol=1e-9, rtol=1e-9)
-
-
-def test_causal_port_sees_the_future_and_we_do_not(port: dict[str, type[nn.Module]]) -> None:
-    q, k, v = draw()
-    changed = torch.cat([v[:, :-1], v[:, -1:] + 1], dim=1)
-    for build, sees in ((port["DilatedAttention"], True), (compat.DilatedAttention, False)):
-        module = build([8], [1])
-        assert torch.equal(module(q, k, v, True)[:, :8], module(q, k, changed, True)[:, :8]) != sees
-
-
-def test_port_leaves_heads_out_ignores_scale_and_dropout_and_takes_whole_segments_only(port: dict[str, type[nn.Module]]) -> None:
-    theirs, ours = port["DilatedAttention"], compat.DilatedAttention
-    odd = draw(5)  # groups of 2, 2 and 1; the port puts the last at head 2
-    assert not theirs(LENGTHS, RATES)(*odd)[:, :, 4].any()
-    assert ours(LENGTHS, RATES)(*odd)[:, :, 4].any()
-    q, k, v = draw()
-    options = {"softmax_scale": 3.0, "attention_dropout": 0.5}
-    assert torch.equal(theirs(LENGTHS, RATES)(q, k, v), theirs(LENGTHS, RATES, **options)(q, k, v))
-    shorter = [x[:, :-1] for x in (q, k, v)]
-    with pytest.raises(einops.EinopsError, match="can't divide axis of length 47"):
-        theirs(LENGTHS, RATES)(*shorter)
-    assert ours(LENGTHS, RATES)(*shorter).shape == shorter[0].shape
-    with pytest.raises(ValueError, match="must be divisible by 8"):
-        port["MultiheadDilatedAttention"](30, 5, RATES, LENGTHS)
-
-
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_weights_load_and_only_the_attention_differs(
     port: dict[str, type[nn.Module]], name: str, monkeypatch: pytest.MonkeyPatch
@@ -134,9 +83,7 @@ def test_weights_load_and_only_the_attention_differs(
     if name == "LongNet":
         sizes |= {"num_encoder_layers": 3, "num_decoder_layers": 2}
     theirs, ours = port[name](**sizes), getattr(compat, name)(**sizes)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
+    randomised(theirs)
     ours.load_state_dict(theirs.state_dict())
 
     attention = compat.DilatedAttention(LENGTHS, RATES)

@@ -1,7 +1,5 @@
 """What is kept of the last results."""
 
-from __future__ import annotations
-
 import threading
 import time
 

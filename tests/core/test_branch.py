@@ -1,7 +1,5 @@
 """The kinds of branches: the rule of segments against loops over integers, and consumers that meet a kind they do not know."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +8,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 from flexdilated import (
     DilatedKVCache,
     DilatedPattern,
+    LongNet,
+    LongNetConfig,
     MultiheadDilatedAttention,
     analysis,
     attention_map,
     choose_pattern,
+    compat,
+    convert,
     create_dilated_block_mask,
     dilated_attention,
     dilated_mask_mod,
@@ -34,6 +37,8 @@ from flexdilated.core.pieces import plan_pieces
 from flexdilated.core.shifted import is_shifted
 from flexdilated.distributed.planner.plan import context_plan
 from flexdilated.draw.blocks import draw_blocks
+from flexdilated.draw.pattern import multiplicity
+from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.masks.blocks import head_branches
 from flexdilated.nn.position import XPos
 
@@ -51,62 +56,106 @@ class PatternWithComet(DilatedPattern):
         return (*super().branches, Comet(3))
 
 
-PATTERN = PatternWithComet((5, 13), (1, 2))
-Q = torch.randn(1, 13, 4, 8)
+COMET = PatternWithComet((5, 13), (1, 2))
+LENGTHS, RATES = (5, 7, 11), (1, 2, 3)
+GROUPED = DilatedPattern.grouped(LENGTHS, RATES)
+TOKENS, WIDTH = 13, 24
+DOCUMENT = ((0, TOKENS),)
+
+Entry = Callable[[DilatedPattern, int], object]
 
 
-def attend(**options: Any) -> Any:
-    return dilated_attention(Q, Q, Q, PATTERN, **options)
+def tensors(kv_heads: int, group: int = 2, head_dim: int = 8) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(2, TOKENS, heads, head_dim) for heads in (kv_heads * group, kv_heads, kv_heads))
 
 
-CONSUMERS: dict[str, Callable[[], Any]] = {
-    "definition": lambda: reference.dilated_attention(Q, Q, Q, PATTERN),
-    "sdpa": lambda: attend(backend="sdpa"),
-    "triton": lambda: attend(backend="triton"),
-    "flex": lambda: attend(backend="flex"),
-    "functions": lambda: attend(score_mod=lambda score, b, h, q_idx, kv_idx: score),
-    "pieces": lambda: plan_pieces(PATTERN, ((0, 13),), 4, False),
-    "operators": lambda: encode(PATTERN),
-    "shift": lambda: is_shifted(13, Call(dataclasses.replace(PATTERN, zero_padding=True))),
-    "mask_mod": lambda: dilated_mask_mod(PATTERN, 4, seq_len=13),
-    "score_mod": lambda: dilated_score_mod(PATTERN, 4, seq_len=13),
-    "block mask": lambda: create_dilated_block_mask(PATTERN, 4, seq_len=13, device="cpu"),
-    "block lists": lambda: head_branches(PATTERN, 0, 4, 13),
-    "grids": lambda: draw_grids(PATTERN, 13, 4, 1, False, [1, 1], Q.device),
-    "portable": lambda: portable.attend_portable(Q, Q, Q, Call(PATTERN, scale=1.0, num_heads=4)),
-    "maps": lambda: attention_map(Q, Q, PATTERN, queries=0),
-    "module": lambda: MultiheadDilatedAttention(32, 4, PATTERN)(Q.flatten(2), Q.flatten(2), Q.flatten(2)),
-    "decode": lambda: DilatedKVCache(PATTERN, batch_size=1, num_kv_heads=4, head_dim=8),
-    "positions": lambda: XPos(8, PATTERN),
-    "planner": lambda: context_plan(PATTERN, (6, 7), 4, range(4), 1, ((0, 13),), False),
-    "connected": lambda: PATTERN.crosses_boundaries(13, 4),
-    "pairs": lambda: PATTERN.count_pairs(13, 4),
-    "pairs by head": lambda: analysis.count_pairs(PATTERN, 13, 4),
-    "multiplicities": lambda: analysis.count_multiplicities(PATTERN, 13, 4),
-    "residues": lambda: analysis.missing_residues(PATTERN, 4),
-    "coverage": lambda: analysis.count_uncovered(PATTERN, 13, 4),
-    "layers": lambda: analysis.layers_to_cover(PATTERN, 13, 4),
-    "reach": lambda: analysis.longest_reach(PATTERN, 13, 4),
-    "reachable": lambda: analysis.reachable(PATTERN, 13, 4),
-    "keys seen": lambda: analysis.keys_seen(PATTERN, 13, 4, query=3),
-    "choice": lambda: choose_pattern(13, 4, patterns=[PATTERN]),
-    "notebook": PATTERN._repr_svg_,
+def attend(**options: Any) -> Entry:
+    return lambda pattern, heads: dilated_attention(*tensors(heads, head_dim=16), pattern, **options)
+
+
+def torch_s(heads: int) -> nn.MultiheadAttention:
+    return nn.MultiheadAttention(WIDTH, heads, batch_first=True)
+
+
+def config(pattern: DilatedPattern, num_heads: int, num_kv_heads: int | None) -> LongNetConfig:
+    return LongNetConfig(
+        vocab_size=5, embed_dim=WIDTH, num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, pattern=pattern
+    )
+
+
+# Where a pattern meets a number of key/value heads.
+ENTRIES: dict[str, Entry] = {
+    "definition": lambda p, heads: reference.dilated_attention(*tensors(heads), p),
+    "auto": attend(),
+    "sdpa": attend(backend="sdpa"),
+    "flex": attend(backend="flex"),
+    "functions": attend(score_mod=lambda score, b, h, q_idx, kv_idx: score),
+    "mask_mod": lambda p, heads: dilated_mask_mod(p, 2 * heads, seq_len=TOKENS, num_kv_heads=heads),
+    "score_mod": lambda p, heads: dilated_score_mod(p, 2 * heads, seq_len=TOKENS, num_kv_heads=heads),
+    "block mask": lambda p, heads: create_dilated_block_mask(p, heads, seq_len=TOKENS, device="cpu"),
+    "maps": lambda p, heads: attention_map(*tensors(heads)[:2], p, queries=0),
+    "decode": lambda p, heads: DilatedKVCache(p, batch_size=1, num_kv_heads=heads, head_dim=8),
+    "planner": lambda p, heads: context_plan(p, (7, 6), heads, range(heads), 1, DOCUMENT, False),
+    "pairs": lambda p, heads: p.count_pairs(TOKENS, heads),
+    "module": lambda p, heads: MultiheadDilatedAttention(WIDTH, heads, p)(*[torch.randn(2, TOKENS, WIDTH)] * 3),
+    "picture": lambda p, heads: draw_pattern(p, TOKENS, heads),
+    "picture of blocks": lambda p, heads: draw_blocks(p, TOKENS, heads, block_size=4),
+}
+ENTRIES_OF_HEADS: dict[str, Entry] = {
+    "pattern": lambda p, heads: p.head_range(0, heads),
+    "reference backend": attend(backend="reference"),
+    "multiplicity": lambda p, heads: multiplicity(p, TOKENS, heads),
+    "layer": lambda p, heads: MultiheadDilatedAttention(WIDTH, 2 * heads, p, num_kv_heads=heads),
+    "from_torch": lambda p, heads: MultiheadDilatedAttention.from_torch(torch_s(heads), p),
+    "convert": lambda p, heads: convert(nn.Sequential(torch_s(heads)), p),
+    "config": lambda p, heads: config(p, 2 * heads, heads),
+    "config of as many": lambda p, heads: config(p, heads, None),
+    "encoder": lambda p, heads: LongNetEncoder(WIDTH, 1, heads, p),
+    "encoder-decoder": lambda p, heads: LongNet(WIDTH, heads, 1, 1, 11, LENGTHS, RATES, heads="grouped", device="meta"),
+    "earlier attention": lambda p, heads: compat.DilatedAttention(LENGTHS, RATES)(*tensors(heads, 1)),
+    "earlier layer": lambda p, heads: compat.MultiheadDilatedAttention(WIDTH, heads, RATES, LENGTHS),
+    "earlier LongNet": lambda p, heads: compat.LongNet(WIDTH, heads, 1, 1, 11, LENGTHS, RATES),
+}
+ENTRIES_OF_BRANCHES: dict[str, Entry] = {
+    "triton": attend(backend="triton"),
+    "pieces": lambda p, heads: plan_pieces(p, DOCUMENT, heads, False),
+    "operators": lambda p, heads: encode(p),
+    "shift": lambda p, heads: is_shifted(TOKENS, Call(dataclasses.replace(p, zero_padding=True))),
+    "block lists": lambda p, heads: head_branches(p, 0, heads, TOKENS),
+    "grids": lambda p, heads: draw_grids(p, TOKENS, heads, 1, False, [1, 1], torch.device("cpu")),
+    "portable": lambda p, heads: portable.attend_portable(*tensors(heads), Call(p, scale=1.0, num_heads=heads)),
+    "positions": lambda p, heads: XPos(8, p),
+    "connected": lambda p, heads: p.crosses_boundaries(TOKENS, heads),
+    "pairs by head": lambda p, heads: analysis.count_pairs(p, TOKENS, heads),
+    "multiplicities": lambda p, heads: analysis.count_multiplicities(p, TOKENS, heads),
+    "residues": lambda p, heads: analysis.missing_residues(p, heads),
+    "coverage": lambda p, heads: analysis.count_uncovered(p, TOKENS, heads),
+    "layers": lambda p, heads: analysis.layers_to_cover(p, TOKENS, heads),
+    "reach": lambda p, heads: analysis.longest_reach(p, TOKENS, heads),
+    "reachable": lambda p, heads: analysis.reachable(p, TOKENS, heads),
+    "keys seen": lambda p, heads: analysis.keys_seen(p, TOKENS, heads, query=3),
+    "choice": lambda p, heads: choose_pattern(TOKENS, heads, patterns=[p]),
+    "notebook": lambda p, heads: p._repr_svg_(),
 }
 
 
-@pytest.mark.parametrize("name", CONSUMERS)
-def test_consumers_refuse_a_kind_of_branch_that_they_do_not_know(name: str) -> None:
+@pytest.mark.parametrize("entry", [*ENTRIES, *ENTRIES_OF_BRANCHES])
+def test_consumers_refuse_a_kind_of_branch_that_they_do_not_know(entry: str) -> None:
     with pytest.raises(
         NotImplementedError, match=r"^[\w' ]+ must get branches of kind Segments, got a branch of kind Comet: Comet"
     ):
-        CONSUMERS[name]()
+        (ENTRIES | ENTRIES_OF_BRANCHES)[entry](COMET, 4)
 
 
-@pytest.mark.parametrize("draw", [draw_pattern, draw_blocks])
-def test_pictures_refuse_a_kind_of_branch_that_they_do_not_know(draw: Callable[..., Any]) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(NotImplementedError, match=r"must get branches of kind Segments, got a branch of kind Comet"):
-        draw(PATTERN, 13, 4)
+@pytest.mark.parametrize("entry", [*ENTRIES, *ENTRIES_OF_HEADS])
+def test_grouped_heads_are_at_least_as_many_as_branches(entry: str) -> None:
+    call = (ENTRIES | ENTRIES_OF_HEADS)[entry]
+    for heads in (1, 2):
+        message = f"pattern must have at most one branch per key/value head={heads} under heads='grouped', got 3 branches; use more"
+        with pytest.raises(ValueError, match=message):
+            call(GROUPED, heads)
+    if entry != "flex":  # which would compile
+        call(GROUPED, 3)
 
 
 @pytest.mark.parametrize(("length", "rate", "offset"), [(7, 3, 0), (7, 3, 2), (5, 1, 0), (11, 4, 3), (2, 2, 1), (29, 5, 4)])

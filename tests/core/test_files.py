@@ -1,7 +1,5 @@
 """What replaces files and folders: at any moment a power failure leaves the old or the new content."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -115,20 +115,6 @@ def test_a_backward_sees_no_empty_row() -> None:
     assert for_backward(lse, None)[1] is None
 
 
-def test_merge_and_zero_keys_act_on_the_last_dimension_of_any_number() -> None:
-    shape = (2, 3, ROWS)
-    out, out_i = (torch.randn(*shape, HEAD_DIM, dtype=torch.float64) for _ in range(2))
-    lse, lse_i = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
-    expected_out, expected_lse = out.clone(), lse.clone()
-    for row in range(2):
-        for column in range(3):
-            merge_(expected_out[row, column], expected_lse[row, column], out_i[row, column], lse_i[row, column])
-            add_zero_keys_(expected_out[row, column], expected_lse[row, column], 5)
-    merge_(out, lse, out_i, lse_i)
-    add_zero_keys_(out, lse, 5)
-    torch.testing.assert_close((out, lse), (expected_out, expected_lse), **EXACT)
-
-
 def test_share_beside_a_sink_is_what_a_softmax_over_one_more_key_leaves() -> None:
     lse = torch.tensor([-math.inf, -2.0, 0.0, 3.0, 800.0], dtype=torch.float64)
     sinks = torch.tensor([-math.inf, -1.0, 2.5, 900.0, math.inf], dtype=torch.float64)[:, None]

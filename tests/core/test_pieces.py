@@ -185,8 +185,6 @@ def test_offsets_are_one_box_as_long_as_their_heads_go_on_alike(
     assert [(piece.head, piece.token, piece.offsets, piece.offset_head_step) for piece in pieces] == boxes
 
 
-# -- slabs --------------------------------------------------------------------------------------------------------------------
-
 PIECE = plan_pieces(DilatedPattern((11,), (3,)), ((0, 83),), 2, False)[0]  # 7 whole segments
 
 
@@ -246,9 +244,6 @@ def test_parts_hold_every_row_once_as_views(
             count += 1
         assert torch.equal(torch.cat(found).sort()[0], box(x, piece, group=group).flatten().sort()[0])
     assert launches in (None, count)
-
-
-# -- views --------------------------------------------------------------------------------------------------------------------
 
 
 @given(patterns(), st.integers(1, 29), st.integers(1, 5), st.integers(1, 3), st.booleans())

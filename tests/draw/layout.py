@@ -1,7 +1,5 @@
 """Where the parts of a figure lie."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import combinations
 

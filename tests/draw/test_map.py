@@ -104,10 +104,7 @@ def test_colours_follow_logarithms_where_one_weight_would_hide_the_others() -> N
         ({"path": "map.gif"}, r"path must end in one of \('.png', '.pdf', '.svg'\), got 'map.gif'"),
         ({"weights": torch.full((35,), -0.1)}, "weights must be finite and at least 0, got others"),
         ({"weights": torch.full((35,), math.nan)}, "weights must be finite and at least 0, got others"),
-        (
-            {"weights": torch.ones(1, 4, 2, 35)},
-            r"weights must .*; of attention_map's take one sequence and query, as weights\[0, :, 0\]",
-        ),
+        ({"weights": torch.ones(1, 4, 2, 35)}, r"weights must .*; of attention_map's take one sequence and query, as weights"),
         ({"weights": torch.zeros(35), "log_scale": True}, "weights must not all be 0 under log_scale, got only zeros"),
     ],
 )

@@ -1,16 +1,21 @@
-"""The picture of a pattern: its numbers, its layout."""
+"""The picture of a pattern, its numbers and layout, in a figure and in a terminal; the picture of training runs."""
 
+import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from flexdilated import DilatedPattern, draw_pattern, reference
 from flexdilated.draw.blocks import draw_blocks
+from flexdilated.draw.figure import write
 from flexdilated.draw.losses import draw_losses
 from flexdilated.draw.map import draw_attention_map
 from flexdilated.draw.pattern import CELLS, cell_counts, draw, multiplicity, multiplicity_panels
+from flexdilated.draw.terminal import print_panels
 from tests.draw.layout import assert_apart, texts_of_panels
 
 THREE = DilatedPattern((5, 11, 17), (1, 2, 3))
@@ -135,3 +140,29 @@ def test_draw_refuses_numbers_and_types(arguments: tuple[Any, ...], message: str
 def test_segments_may_be_longer_than_the_sequence() -> None:
     beyond = multiplicity(DilatedPattern((2**40, 2**40), (1, 2**39)), 7, 3)
     np.testing.assert_array_equal(beyond, multiplicity(DilatedPattern((7, 7), (1, 7)), 7, 3))
+
+
+def test_terminal_picture_has_two_rows_per_line_of_half_blocks() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, color_system="truecolor", width=100, no_color=False)
+    print_panels(console, multiplicity_panels(DilatedPattern((5, 11, 17), (1, 2, 3)), 17, 5, is_causal=True))
+    lines = [line for line in file.getvalue().splitlines() if "▀" in line]
+    assert [line.count("▀") for line in lines] == [17 * 3] * 9 + [17 * 2] * 9  # three panels, then two, 9 lines for 17 rows
+
+
+def test_picture_shows_every_loss_against_bytes_seen(tmp_path: Path) -> None:
+    history = [{"step": 1, "train": 7.5}, {"step": 2, "train": 6.25, "held_out": 6.5}, {"step": 3, "train": 5.0, "held_out": 5.5}]
+    figure = draw_losses({"dilated": history, "dense": history[:2]}, bytes_per_step=500_000)
+    (axes,) = figure.axes
+    drawn = [[x.tolist() for x in line.get_data()] for line in axes.lines]
+    assert drawn == [[[0.5, 1.0, 1.5], [7.5, 6.25, 5.0]], [[1.0, 1.5], [6.5, 5.5]], [[0.5, 1.0], [7.5, 6.25]], [[1.0], [6.5]]]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == [
+        "dilated: training batches",
+        "dilated: 5.50 bits per held-out byte",
+        "dense: training batches",
+        "dense: 6.50 bits per held-out byte",
+    ]
+    write(figure, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]

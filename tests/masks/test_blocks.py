@@ -1,8 +1,5 @@
 """Block lists against a look at all pairs, and what they cost over a million tokens."""
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -66,9 +63,6 @@ def compare(lists: BlockLists, pairs: Tensor, sizes: tuple[int, int]) -> Tensor:
     assert torch.equal(read(lists.partial_counts, lists.partial_indices, full.shape[1]), partial)
     assert torch.equal(read(lists.full_counts, lists.full_indices, full.shape[1]), full)
     return full
-
-
-# -- any pattern --------------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -168,8 +162,6 @@ def test_no_row_joins_more_columns_than_is_known_beforehand(lengths: tuple[int, 
     assert known <= sum(-(-span // sizes[1]) + 2 for span in spans)
 
 
-# -- blocks that only a dilated branch completes --------------------------------------------------------------------------------
-
 # Borders at 65 and 95 leave of the block of tokens 80..95 and 64..79 the one pair (95, 64); 66 and 95 leave (95, 64) and (95, 65).
 ONE_PAIR = (Kept(65, 1, 0), Kept(95, 1, 0)), (Kept(128, 31, 2),)
 TWO_PAIRS = (Kept(66, 1, 0), Kept(95, 1, 0)), (Kept(128, 31, 2), Kept(128, 30, 5))
@@ -227,67 +219,3 @@ def test_of_blocks_that_rate_1_leaves_those_with_all_four_corners_are_looked_at(
     expected = sum(bool(each) for each in corners) - int(full.sum())
     assert expected > 5
     assert sum(len(each) for each in looks(near + dilated, 187, (3, 4), order) if each.ndim == 3) == expected
-
-
-@pytest.mark.parametrize("pairs", [1, 5, 6])
-def test_whole_blocks_are_looked_at_as_many_together_as_memory_is_meant_for(pairs: int) -> None:
-    branches = (Kept(13, 2, 0), Kept(13, 3, 0))
-    with mock.patch.object(listing, "PAIRS", pairs):
-        *most, last = (each.numel() for each in looks(branches, 13 * 20, (1, 2), "any") if each.ndim == 3)
-    assert set(most) == {2 * max(1, pairs // 2)}
-    assert 0 < last <= most[0]
-
-
-@st.composite
-def head_branch(draw: st.DrawFn) -> Kept:
-    rate = draw(st.sampled_from((1, 1, 1, 2, 2, 3, 4)))
-    return Kept(draw(st.integers(1, 60)), rate, draw(st.integers(0, rate - 1)))
-
-
-@pytest.mark.slow
-@settings(max_examples=200)
-@given(
-    st.lists(head_branch(), min_size=2, max_size=6),
-    st.integers(1, 90),
-    st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    st.sampled_from(ORDERS),
-)
-def test_many_branches_fill_tiny_blocks_together(
-    branches: list[Kept], num_tokens: int, sizes: tuple[int, int], order: Direction
-) -> None:
-    check(tuple(branches), num_tokens, sizes, order)
-
-
-# -- a million tokens ---------------------------------------------------------------------------------------------------------
-
-# Not ru_maxrss: it survives exec, so a child would begin with the peak of pytest.
-PEAK = """
-import re
-from pathlib import Path
-from flexdilated import DilatedPattern
-from flexdilated.masks.blocks import block_lists, head_branches
-
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-
-def lists(seq_len, order):
-    return block_lists(head_branches(DilatedPattern.longnet(), 0, 8, seq_len), seq_len, 128, 128, order)
-
-lists(1 << 12, "any")
-before = peak()
-blocks = [int(counts.sum()) for order in ("any", "before", "after") for counts in lists(1 << 20, order)[::2]]
-print(peak() - before, *blocks)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc/self/status")
-def test_lists_of_a_million_tokens_take_memory_of_the_listed_blocks_alone() -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", PEAK], cwd=root, capture_output=True, text=True, check=True)
-    kilobytes, *blocks = map(int, done.stdout.split())
-    assert kilobytes < 200 << 10  # all pairs of blocks are 67 million
-    # Every block of a segment of 32768 tokens, 256 x 256, holds a pair; those of its segments of 2048, 16 x 16, are full.
-    joined, causal_joined = 32 * 256 * 256, 32 * 256 * 257 // 2
-    full, causal_full = 512 * 16 * 16, 512 * 16 * 15 // 2
-    assert blocks == [joined - full, full] + 2 * [causal_joined - causal_full, causal_full]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod, dilated_score_mod, reference
 from tests.cases import Attend, Case, differentiate, least_heads, patterns
-from tests.tolerances import EXACT, SINGLE
+from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((7, 13, 29), (1, 3, 5))
 EVERY = (dilated_mask_mod, dilated_score_mod, partial(create_dilated_block_mask, device="cpu"))
@@ -99,9 +99,6 @@ def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
     torch.testing.assert_close(actual, expected, **EXACT)
 
 
-# -- by integers --------------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=150)
 @given(calls())
 def test_mask_mod_is_true_where_a_branch_joins_the_pair(case: Case) -> None:
@@ -109,22 +106,22 @@ def test_mask_mod_is_true_where_a_branch_joins_the_pair(case: Case) -> None:
     assert torch.equal(part(dilated_mask_mod, case)(*pairs(case)).expand_as(joined), joined)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("rules", [{}, {"offsets": "interleaved"}, {"heads": "grouped"}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+INTERLEAVED, GROUPED = {"offsets": "interleaved"}, {"heads": "grouped"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rules", "compiled"),
+    [
+        *((dtype, rules, False) for dtype in (torch.int8, torch.int32, torch.int64) for rules in ({}, INTERLEAVED, GROUPED)),
+        *((torch.int8, {}, True), (torch.int32, GROUPED, True), (torch.int64, INTERLEAVED, True)),
+    ],
+    ids=str,
+)
 def test_segments_and_rates_longer_than_the_integers_of_positions(dtype: torch.dtype, rules: Any, compiled: bool) -> None:
     """torch wraps a Python number to the dtype of the tensor: 2**32 is 0, and 2**32 + 5 is 5."""
     torch._dynamo.reset()
-    for length, rate in (
-        (127, 3),
-        (128, 3),
-        (2**31 - 1, 1),
-        (2**31, 3),
-        (2**32, 1),
-        (2**32 + 5, 5),
-        (2**32 + 5, 2**32 + 3),
-        (2**40, 7),
-    ):
+    lengths = (127, 128, 2**31 - 1, 2**31, 2**32, 2**32 + 5, 2**32 + 5, 2**40)
+    for length, rate in zip(lengths, (3, 3, 1, 3, 1, 5, 2**32 + 3, 7)):
         case = Case(DilatedPattern((17, length), (2, rate), **rules), num_tokens=128, kv_heads=3, group=2)
         mask_mod, score_mod = part(dilated_mask_mod, case), part(dilated_score_mod, case)
         if compiled:
@@ -152,19 +149,6 @@ def test_a_branch_of_rate_1_asks_for_no_residues(make: Callable[..., Mod]) -> No
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
-@given(calls(), st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
-def test_score_mod_adds_the_log_of_how_many_branches_join_the_pair(case: Case, dtype: torch.dtype) -> None:
-    heads, n = case.kv_heads * case.group, case.num_tokens
-    score = torch.randn(case.batch, heads, n, n, generator=torch.Generator().manual_seed(case.seed)).to(dtype)
-    actual = part(dilated_score_mod, case)(score, *pairs(case))
-    assert torch.equal(actual, score + multiplicity(case).to(dtype).log())
-
-
-# -- against the oracle -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
 @settings(max_examples=100)
 @given(calls())
 def test_flex_attention_under_both_functions_equals_the_reference(case: Case) -> None:
@@ -175,23 +159,6 @@ def test_flex_attention_under_both_functions_equals_the_reference(case: Case) ->
     assert_close(actual, attend_by_reference(case)(q, k, v))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(PATTERN, batch=2, num_tokens=131, is_causal=True),
-        Case(replace(PATTERN, offsets="interleaved"), num_tokens=37, kv_heads=3, group=2),
-        Case(DilatedPattern.grouped((7, 13), (2, 3)), num_tokens=37, kv_heads=3, group=2),  # rows without a key
-    ],
-    ids=["causal", "gqa", "grouped"],
-)
-def test_traced_flex_attention_equals_the_reference(case: Case) -> None:
-    torch._dynamo.reset()
-    q, k, v, _, _ = case.tensors()
-    options = {"score_mod": part(dilated_score_mod, case), "block_mask": part(create_dilated_block_mask, case, device="cpu")}
-    assert_close(attend_by_flex(q, k, v, **options), attend_by_reference(case)(q, k, v))
-
-
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(calls(), st.booleans())
@@ -199,35 +166,6 @@ def test_softmax_under_the_functions_has_the_gradients_of_the_reference(case: Ca
     attend = dense(case, part(dilated_score_mod, case), part(dilated_mask_mod, case) if masked else None)
     assert_close(differentiate(attend, *case.tensors()), differentiate(attend_by_reference(case), *case.tensors()))
 
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("num_tokens", [1024, 1031])
-def test_compiled_flex_attention_on_cuda_trains_on_narrow_lists(num_tokens: int, is_causal: bool) -> None:
-    torch._dynamo.reset()
-    pattern = DilatedPattern((131, 257), (1, 3))
-    case = Case(pattern, num_tokens=num_tokens, kv_heads=3, group=2, head_dim=32, is_causal=is_causal, lse_gradient=False)
-    block_mask = part(create_dilated_block_mask, case, device="cuda")
-    for indices in (block_mask.kv_indices, block_mask.full_kv_indices, block_mask.q_indices, block_mask.full_q_indices):
-        assert indices.device.type == "cuda"
-        assert indices.shape[-1] < -(-num_tokens // 128)
-    compiled = torch.compile(flex_attention, fullgraph=True)
-    score_mod = part(dilated_score_mod, case)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, aux = compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
-        return out.transpose(1, 2), aux.lse
-
-    expected = differentiate(attend_by_reference(case), *(x if x is None else x.double() for x in case.tensors(torch.float32)))
-    torch.testing.assert_close(
-        [a.double().cpu() for a in differentiate(attend, *case.tensors(torch.float32, "cuda"))], expected, **SINGLE
-    )
-
-
-# -- against torch's block mask -----------------------------------------------------------------------------------------------
 
 BLOCKED = {
     "three_branches": Case(DilatedPattern((31, 67, 101), (1, 3, 5)), num_tokens=263, kv_heads=3),
@@ -271,16 +209,6 @@ def test_block_mask_lists_the_blocks_that_torch_finds(name: str, size: int | tup
     assert_same_blocks(ours, theirs)
 
 
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(calls(), st.integers(1, 11), st.integers(1, 11))
-def test_block_mask_of_any_call_lists_the_blocks_that_torch_finds(case: Case, q_size: int, kv_size: int) -> None:
-    size, n = (q_size, kv_size), case.num_tokens
-    ours = part(create_dilated_block_mask, case, device="cpu", BLOCK_SIZE=size)
-    theirs = create_block_mask(part(dilated_mask_mod, case), 1, case.kv_heads * case.group, n, n, device="cpu", BLOCK_SIZE=size)
-    assert_same_blocks(ours, theirs)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("num_heads", [1, 6])
 def test_lists_of_full_blocks_have_the_strides_of_the_others(num_heads: int, is_causal: bool) -> None:
@@ -314,9 +242,6 @@ def test_block_mask_of_a_million_tokens_holds_less_than_two_megabytes() -> None:
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     assert sum(storages.values()) < 2 << 20
     assert mask.full_kv_num_blocks.sum() == 8 * 2**13 * 16
-
-
-# -- with others --------------------------------------------------------------------------------------------------------------
 
 
 def window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -363,9 +288,6 @@ def test_functions_are_made_inside_a_compiled_function(is_causal: bool) -> None:
     assert all(map(torch.equal, torch.compile(evaluate, fullgraph=True, backend="eager")(*arguments), evaluate(*arguments)))
 
 
-# -- kept results -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [dilated_mask_mod, dilated_score_mod])
 def test_the_same_arguments_give_the_same_function(make: Callable[..., Mod]) -> None:
     equal = DilatedPattern([7, 13, 29], [1, 3, 5])  # type: ignore[arg-type]
@@ -381,8 +303,6 @@ def test_the_same_arguments_give_the_same_lists() -> None:
         assert getattr(mask, name) is getattr(same, name)
         assert getattr(mask, name) is not getattr(other, name)
 
-
-# -- refusals -----------------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     ({"pattern": (7, 1)}, TypeError, r"pattern must be a DilatedPattern, got tuple"),
@@ -423,8 +343,6 @@ def test_block_mask_rejects(changes: dict[str, Any], error: type[Exception], mes
         call(create_dilated_block_mask, device="cpu", **changes)
 
 
-# -- torchscale's rules -------------------------------------------------------------------------------------------------------
-
 PADDED = DilatedPattern((8, 12), (2, 4), zero_padding=True)
 ONE_SEGMENT = DilatedPattern((37,), (4,), zero_padding=True)
 SHIFTED = DilatedPattern((9,), (4,), zero_padding=True)
@@ -435,13 +353,6 @@ ZERO_KEYS = [
     (SHIFTED, 36, 6, True),
     (SHIFTED, 10, 1, True),  # only the last output moves: behind the end
     (replace(PADDED, dilation_rates=(2, 5)), 37, 6, True),
-]
-TOKENS_ALONE = [
-    (PADDED, 24, False),
-    (PADDED, 37, True),
-    (ONE_SEGMENT, 23, False),  # none of 3 heads has offset 3
-    (ONE_SEGMENT, 37, True),
-    (SHIFTED, 9, True),  # a single segment stays where it is
 ]
 
 
@@ -455,16 +366,6 @@ def test_zero_keys_and_shifts_are_refused(
     with pytest.raises(NotImplementedError, match=message):
         call(make, pattern=pattern, **options)
     call(make, pattern=replace(pattern, zero_padding=False), **options)
-
-
-@pytest.mark.parametrize(("pattern", "num_tokens", "is_causal"), TOKENS_ALONE)
-def test_zero_padding_without_zero_keys_is_accepted_and_equals_the_reference(
-    pattern: DilatedPattern, num_tokens: int, is_causal: bool
-) -> None:
-    case = Case(pattern, num_tokens=num_tokens, kv_heads=3, group=2, is_causal=is_causal)
-    part(create_dilated_block_mask, case, device="cpu")
-    attend = dense(case, part(dilated_score_mod, case), part(dilated_mask_mod, case))
-    assert_close(differentiate(attend, *case.tensors()), differentiate(attend_by_reference(case), *case.tensors()))
 
 
 @settings(max_examples=50)

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
-from flexdilated.nn import Rotary, XPos
-from tests.tolerances import EXACT, SINGLE
+from flexdilated.nn import Rotary
+from tests.cases import randomised
+from tests.tolerances import EXACT
 
 BATCH, TOKENS, HEADS, HEAD_DIM = 3, 23, 5, 2
 EMBED = HEADS * HEAD_DIM
@@ -39,17 +40,6 @@ def multihead(**options: object) -> MultiheadDilatedAttention:
     return MultiheadDilatedAttention(EMBED, HEADS, PATTERN, **{"dtype": torch.float64, **options})
 
 
-def randomize(module: nn.Module) -> nn.Module:
-    """Biases and gains that differ from their initial zeros and ones."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.5)
-    return module
-
-
-# -- the bare module ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("given", [None, False, True])
 def test_dilated_attention_module_is_causal_of_a_call_replaces_its_own(own: bool, given: bool | None) -> None:
@@ -72,9 +62,6 @@ def test_dilated_attention_module_drops_weights_in_training_only() -> None:
     assert not torch.allclose(dropped, plain)
 
 
-# -- the multi-head layer by its formula ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kv_heads", "is_causal", "layer_norm"), [(1, False, True), (2, True, True), (6, True, False)])
 def test_multihead_equals_its_formula_over_the_reference(kv_heads: int, is_causal: bool, layer_norm: bool) -> None:
     module = MultiheadDilatedAttention(
@@ -88,7 +75,7 @@ def test_multihead_equals_its_formula_over_the_reference(kv_heads: int, is_causa
         dropout_p=0.3,
         dtype=torch.float64,
     ).eval()
-    randomize(module)
+    randomised(module)
     x, mask = draw(BATCH, TOKENS, 6 * HEAD_DIM), ragged_padding()
 
     def project(projection: nn.Linear, num_heads: int) -> Tensor:
@@ -111,22 +98,8 @@ def test_multihead_equals_its_formula_over_the_reference(kv_heads: int, is_causa
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_multihead_reads_query_key_and_value_from_their_own_arguments(same: bool) -> None:
-    module = randomize(multihead())
-    x, y, z = (draw(BATCH, TOKENS, EMBED).requires_grad_() for _ in range(3))
-    x, y, z = (x, x, x) if same else (x, y, z)
-    q, k, v = (p(t).unflatten(-1, (HEADS, HEAD_DIM)) for p, t in zip((module.q_proj, module.k_proj, module.v_proj), (x, y, z)))
-    out, _ = reference.dilated_attention(q, k, v, PATTERN)
-    expected, dout = module.out_proj(module.inner_attn_ln(out.flatten(2))), draw(BATCH, TOKENS, EMBED)
-    actual = module(query=x, key=y, value=z)[0]
-    torch.testing.assert_close(actual, expected, **EXACT)
-    leaves = [x, *module.parameters()]
-    torch.testing.assert_close(torch.autograd.grad(actual, leaves, dout), torch.autograd.grad(expected, leaves, dout), **EXACT)
-
-
-@pytest.mark.parametrize("same", [False, True])
 def test_multihead_takes_input_without_a_batch(same: bool) -> None:
-    module = randomize(multihead())
+    module = randomised(multihead())
     x = draw(TOKENS, EMBED)
     y = x if same else draw(TOKENS, EMBED)
     mask = ragged_padding()[2]
@@ -134,33 +107,6 @@ def test_multihead_takes_input_without_a_batch(same: bool) -> None:
     assert out.shape == (TOKENS, EMBED)
     assert weights is None
     torch.testing.assert_close(out, module(x[None], y[None], y[None], mask[None])[0][0], **EXACT)
-
-
-def test_multihead_applies_rotation_to_projected_queries_and_keys() -> None:
-    module = randomize(MultiheadDilatedAttention(EMBED * 2, 5, PATTERN, num_kv_heads=1, is_causal=True))
-    x = draw(BATCH, TOKENS, EMBED * 2, dtype=torch.float32)
-    rotation = XPos(4, PATTERN, scale_base=13.0)(torch.arange(TOKENS) + 3)
-    q, k, v = (p(x).unflatten(-1, (-1, 4)) for p in (module.q_proj, module.k_proj, module.v_proj))
-    out, _ = reference.dilated_attention(*rotation.apply(q, k), v, PATTERN, is_causal=True)
-    expected = module.out_proj(module.inner_attn_ln(out.flatten(2).float()))
-    torch.testing.assert_close(module(x, x, x, rotation=rotation)[0], expected, **SINGLE)
-    torch.testing.assert_close(module(x[1], x[1], x[1], rotation=rotation)[0], expected[1], **SINGLE)
-
-
-# -- parameters -------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kv_heads", [2, 10])
-def test_multihead_initial_gains_are_gamma_for_value_and_output_only(kv_heads: int) -> None:
-    gamma, width = 1.7, 10 * 23
-    module = MultiheadDilatedAttention(width, 10, PATTERN, num_kv_heads=kv_heads, gamma_init=gamma)
-    for name, gain in (("q_proj", 1.0), ("k_proj", 1.0), ("v_proj", gamma), ("out_proj", gamma)):
-        projection = getattr(module, name)
-        expected = gain * math.sqrt(2 / (projection.in_features + projection.out_features))
-        # At least 10,580 samples: the standard error is 0.7 %.
-        assert projection.weight.std().item() == pytest.approx(expected, rel=0.04), name
-        assert not projection.bias.any()
-    assert module.inner_attn_ln.weight.eq(1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -173,11 +119,8 @@ def test_multihead_dtype_and_device_arguments_hold_for_parameters_and_output(dty
     assert module(x, x, x, rotation=Rotary(HEAD_DIM)(torch.arange(TOKENS), dtype=dtype))[0].dtype == dtype
 
 
-# -- in the place of nn.MultiheadAttention ----------------------------------------------------------------------------------------
-
-
 def pair(bias: bool = True, **options: object) -> tuple[nn.MultiheadAttention, MultiheadDilatedAttention]:
-    dense = randomize(nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=True, dtype=torch.float64, **options))
+    dense = randomised(nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=True, dtype=torch.float64, **options))
     return dense, MultiheadDilatedAttention.from_torch(dense, DENSE)
 
 
@@ -266,14 +209,11 @@ def test_from_torch_rejects_what_it_cannot_reproduce(options: dict[str, object],
         MultiheadDilatedAttention.from_torch(nn.MultiheadAttention(EMBED, HEADS, **{"batch_first": True, **options}), DENSE)
 
 
-# -- inside torch's own encoder ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_multihead_swapped_into_an_encoder_evaluates_padded_batches_unless_nested(nested: bool) -> None:
     # An even number of heads: the fused path refuses odd ones.
-    dense = randomize(nn.TransformerEncoderLayer(12, 4, 17, dropout=0.0, activation="gelu", batch_first=True, dtype=torch.float64))
+    dense = randomised(nn.TransformerEncoderLayer(12, 4, 17, dropout=0.0, activation="gelu", batch_first=True, dtype=torch.float64))
     encoder = nn.TransformerEncoder(dense, 2, enable_nested_tensor=nested).eval()
     x, mask = draw(BATCH, TOKENS, 12), torch.arange(TOKENS) >= torch.tensor([[TOKENS], [17], [19]])
     expected = nn.TransformerEncoder(dense, 2, enable_nested_tensor=False).eval()(x, src_key_padding_mask=mask)
@@ -286,9 +226,6 @@ def test_multihead_swapped_into_an_encoder_evaluates_padded_batches_unless_neste
                 encoder(x, src_key_padding_mask=mask)
         else:
             torch.testing.assert_close(encoder(x, src_key_padding_mask=mask)[~mask], expected[~mask], **EXACT)
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------------------
 
 
 REJECTED: list[tuple[dict[str, object], type[Exception], str]] = [
@@ -331,11 +268,7 @@ def test_multihead_accepts_heads_that_divide() -> None:
 
 CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"need_weights": True}, NotImplementedError, "need_weights must be False, got True: dilated attention never forms"),
-    (
-        {"attn_mask": torch.ones(TOKENS, TOKENS).triu(1) > 0},
-        NotImplementedError,
-        "attn_mask must be None unless is_causal=True",
-    ),
+    ({"attn_mask": torch.ones(TOKENS, TOKENS).triu(1) > 0}, NotImplementedError, "attn_mask must be None unless is_causal=True"),
     ({"shard_lengths": [TOKENS]}, ValueError, "shard_lengths must come with mesh, got [23] and no mesh"),
     *(
         ({name: torch.ones(shape)}, ValueError, f"{name} must have shape (B, N, 10) or (N, 10), got ({shape[0]},")
@@ -343,11 +276,7 @@ CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
         for shape in ((BATCH, TOKENS, EMBED + 1), (EMBED,), (1, BATCH, TOKENS, EMBED))
     ),
     *(
-        (
-            {name: torch.ones(BATCH, 9, EMBED)},
-            ValueError,
-            f"{name} must have the shape of query=(3, 23, 10), got (3, 9, 10); ",
-        )
+        ({name: torch.ones(BATCH, 9, EMBED)}, ValueError, f"{name} must have the shape of query=(3, 23, 10), got (3, 9, 10); ")
         for name in ("key", "value")
     ),
     *(
@@ -365,21 +294,6 @@ CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
 def test_multihead_rejects_calls(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         multihead()(**{**dict.fromkeys(("query", "key", "value"), draw(BATCH, TOKENS, EMBED)), **options})
-
-
-def test_multihead_query_without_any_key_gives_the_bias_with_finite_gradients() -> None:
-    module = randomize(multihead(layer_norm=False))
-    x = draw(BATCH, TOKENS, EMBED).requires_grad_()
-    mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
-    mask[1] = True
-    out, _ = module(x, x, x, mask)
-    torch.testing.assert_close(out[1], module.out_proj.bias.expand(TOKENS, EMBED), **EXACT)
-    out.square().sum().backward()
-    assert x.grad.isfinite().all()
-    assert not x.grad[1].any()
-
-
-# -- meshes; more over real ranks in tests/distributed ----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Whole layers and models under `torch.func`: gradients of each sample, by one vectorized call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

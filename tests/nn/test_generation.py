@@ -1,7 +1,5 @@
 """The model with caches, and what it generates."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,9 +30,6 @@ def model(**options: object) -> LongNetLM:
 
 def draw_tokens(batch: int = 3, tokens: int = TOKENS) -> Tensor:
     return torch.randint(VOCAB, (batch, tokens))
-
-
-# -- the model with caches ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,20 +85,6 @@ def test_caches_hold_the_dtype_of_the_keys_under_autocast() -> None:
     assert model().double().make_caches(1)[0].dtype == torch.float64
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_model_step_compiles_once() -> None:
-    lm, tokens = model(), draw_tokens()
-    compilations = torch._dynamo.testing.CompileCounter()
-    torch.compiler.reset()
-    caches = lm.make_caches(3)
-    lm(tokens[:, :9], caches=caches)
-    step = torch.compile(lambda token: lm(token, caches=caches), fullgraph=True, backend=compilations, dynamic=False)
-    logits = torch.cat([step(tokens[:, t : t + 1].clone()) for t in range(9, TOKENS)], dim=1)
-    torch.testing.assert_close(logits, lm(tokens)[:, 9:], **SINGLE)
-    assert compilations.frame_count == 1
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", [None, torch.tensor([29, 1, 17]), torch.tensor([0, 29, 2])], ids=str)
 def test_last_logits_are_those_of_the_last_token_of_each_sequence(lengths: Tensor | None) -> None:
@@ -143,9 +124,6 @@ def test_model_rejects_what_does_not_go_with_caches() -> None:
         layer(x, x, x, is_causal=True, cache=5)
     with pytest.raises(ValueError, match=r"^lengths must come with cache, got no cache"):
         layer(x, x, x, lengths=torch.tensor([1, 2, 3]))
-
-
-# -- generate -----------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -252,10 +230,3 @@ def test_generate_rejects_wrong_arguments(options: dict[str, object], error: typ
     arguments = {"tokens": torch.zeros(3, 5, dtype=torch.int64), "max_new_tokens": 2}
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         model().generate(**(arguments | options))
-
-
-def test_generate_rejects_shifted_positions() -> None:
-    lm = model(pattern=DilatedPattern.torchscale((7,), (2,)))
-    with pytest.raises(NotImplementedError, match=r"^pattern must not shift positions in decoding"):
-        lm.generate(draw_tokens(), max_new_tokens=2)
-    lm.generate(draw_tokens(tokens=3), max_new_tokens=5)

@@ -1,7 +1,5 @@
 """Initial weights after the meta device: FSDP2's and torchtitan's recipes give the constructor's distribution."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, reference
 from flexdilated.nn import XPos, longnet
+from tests.cases import randomised
 from tests.tolerances import EXACT, SINGLE
 
 VOCAB, EMBED, HEADS, TOKENS, BATCH = 29, 24, 4, 23, 3
@@ -32,10 +32,7 @@ def config(**options: object) -> LongNetConfig:
 def model(**options: object) -> LongNetLM:
     """In evaluation mode, with biases and gains that differ from zeros and ones."""
     result = LongNetLM(config(**options))
-    with torch.no_grad():
-        for parameter in result.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return result.eval()
+    return randomised(result, 0.1).eval()
 
 
 def draw_tokens(batch: int = BATCH, num_tokens: int = TOKENS) -> Tensor:
@@ -45,9 +42,6 @@ def draw_tokens(batch: int = BATCH, num_tokens: int = TOKENS) -> Tensor:
 def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     names, parameters = zip(*module.named_parameters())
     return dict(zip(names, torch.autograd.grad(loss, parameters)))
-
-
-# -- what it computes -------------------------------------------------------------------------------------------------------------
 
 
 def exact_logits(lm: LongNetLM, tokens: Tensor) -> Tensor:
@@ -171,24 +165,6 @@ def test_longnet_drops_in_training_only(name: str) -> None:
     assert not torch.allclose(lm.train()(tokens), plain(tokens), atol=1e-3)
 
 
-# -- training ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_longnet_activation_checkpointing_gives_the_same_gradients() -> None:
-    lm = model(attention_dropout_p=0.3, dropout_p=0.3).train()
-    tokens = draw_tokens()
-    torch.manual_seed(13)
-    plain = lm(tokens)
-    expected = gradients(lm, plain.square().mean())
-    twin = copy.deepcopy(lm)
-    for layer in twin.layers:
-        layer.forward = lambda x, forward=layer.forward, **options: checkpoint(forward, x, use_reentrant=False, **options)
-    torch.manual_seed(13)
-    recomputed = twin(tokens)
-    torch.testing.assert_close(recomputed, plain, **SINGLE)
-    torch.testing.assert_close(gradients(twin, recomputed.square().mean()), expected, **SINGLE)
-
-
 @pytest.mark.parametrize("autocast", [True, False])
 def test_longnet_in_bfloat16_is_near_float32(autocast: bool) -> None:
     lm, tokens = model().bfloat16().float(), draw_tokens()
@@ -202,20 +178,6 @@ def test_longnet_in_bfloat16_is_near_float32(autocast: bool) -> None:
         assert grad.dtype == (torch.float32 if autocast else torch.bfloat16), name
         assert grad.isfinite().all(), name
         assert grad.any() or name.endswith("k_proj.bias"), name
-
-
-@pytest.mark.slow
-def test_longnet_compiles_for_documents_and_other_lengths() -> None:
-    lm, tokens = model(num_layers=1), draw_tokens(batch=1)
-    torch.compiler.reset()
-    compiled = torch.compile(lm, fullgraph=True, backend="eager")
-    borders = torch.tensor([0, 7, TOKENS])
-    torch.testing.assert_close(compiled(tokens, cu_seqlens=borders), lm(tokens, cu_seqlens=borders), **SINGLE)
-    for n in (11, 17, 19):
-        torch.testing.assert_close(compiled(tokens[:, :n]), lm(tokens[:, :n]), **SINGLE)
-
-
-# -- copies and files -------------------------------------------------------------------------------------------------------------
 
 
 def test_longnet_copies_and_pickles() -> None:
@@ -335,9 +297,6 @@ def test_models_that_share_weights_are_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(LongNetLM.from_pretrained(tmp_path)(tokens), lm(tokens), rtol=0, atol=0)
 
 
-# -- the configuration ------------------------------------------------------------------------------------------------------------
-
-
 def test_config_goes_through_json_unchanged() -> None:
     rotary = {"num_kv_heads": 2, "ffn_dim": None, "position": "rotary", "tie_embeddings": False, "backend": "reference"}
     before = config(**rotary, pattern=DilatedPattern.torchscale((5, 7), (1, 2)), dropout_p=np.float32(0.25))
@@ -404,9 +363,6 @@ def test_segments_of_any_length_have_a_scale_base() -> None:
     assert LongNetConfig.from_dict(model.config.to_dict()) == model.config
 
 
-# -- refusals of a call -----------------------------------------------------------------------------------------------------------
-
-
 REFUSED: list[tuple[tuple[int, ...], tuple[int, ...] | None, str]] = [
     *((shape, None, f"tokens must have shape (B, N), got {shape}") for shape in ((TOKENS,), (1, BATCH, TOKENS))),
     ((2, 0), None, "tokens must have N of at least 1, got (2, 0)"),
@@ -423,12 +379,3 @@ def test_longnet_rejects_tokens_and_borders(shape: tuple[int, ...], borders: tup
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         model()(torch.zeros(shape, dtype=torch.int64), cu_seqlens=None if borders is None else torch.tensor(borders))
     assert model()(draw_tokens(0, 3)).shape == (0, 3, VOCAB)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
-def test_longnet_rejects_tokens_that_are_no_indices(dtype: torch.dtype) -> None:
-    lm, tokens = model(), draw_tokens()
-    for call in (lm, lambda wrong: lm.generate(wrong, max_new_tokens=2)):
-        with pytest.raises(RuntimeError, match="Expected tensor for argument #1 'indices'"):
-            call(tokens.to(dtype))
-    torch.testing.assert_close(lm(tokens.to(torch.int32)), lm(tokens), rtol=0, atol=0)

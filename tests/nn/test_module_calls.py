@@ -1,7 +1,5 @@
 """Every module inside a model is called: hooks, parametrizations, pruning, adapters and quantization act, compiled or not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -20,7 +18,8 @@ from flexdilated import DilatedPattern, LongNet, LongNetConfig, LongNetLM, Multi
 from flexdilated.compat import RingMultiheadDilatedAttention
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.slides.gigapath import LongNetViT
-from tests.tolerances import EXACT, SINGLE
+from tests.cases import randomised
+from tests.tolerances import EXACT
 
 BATCH, TOKENS, HEADS, EMBED = 2, 23, 6, 12
 PATTERN = DilatedPattern((7, 13), (1, 3))
@@ -34,10 +33,7 @@ def _compile_anew() -> None:
 
 def layer(kv_heads: int = 3, dtype: torch.dtype = torch.float64) -> MultiheadDilatedAttention:
     module = MultiheadDilatedAttention(EMBED, HEADS, PATTERN, num_kv_heads=kv_heads, is_causal=True, dtype=dtype)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return module
+    return randomised(module)
 
 
 def called(module: MultiheadDilatedAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -59,11 +55,6 @@ def uneven(output: object) -> object:
     if isinstance(output, tuple):
         return (uneven(output[0]), *output[1:])
     return output * torch.linspace(0.2, 2.0, output.shape[-1], dtype=output.dtype)
-
-
-# -- what a user may do to a projection ---------------------------------------------------------------------------------------
-
-Remove = Callable[[], object]
 
 
 class Adapter(nn.Module):
@@ -152,16 +143,6 @@ def test_changes_of_projections_act_and_are_trained(changes: dict[str, str], kv_
     torch.testing.assert_close(torch.autograd.grad(actual, leaves, dout), torch.autograd.grad(expected, leaves, dout), **EXACT)
 
 
-@pytest.mark.parametrize("change", ["pre_hook", "pruned"])
-def test_changes_of_projections_compile_to_the_same(change: str) -> None:
-    module = layer()
-    for name in PROJECTIONS:
-        CHANGES[change](module, name)
-    x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, x, x)[0], called(module, x, x, x), **EXACT)
-
-
 @pytest.mark.parametrize("change", ["weight_norm", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_changes_after_compilation_compile_again(change: str) -> None:
     module = layer()
@@ -172,23 +153,6 @@ def test_changes_after_compilation_compile_again(change: str) -> None:
     after = compiled(x, x, x)[0]
     torch.testing.assert_close(after, called(module, x, x, x), **EXACT)
     assert (after - before).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("name", [*PROJECTIONS, "inner_attn_ln"])
-def test_backward_hooks_change_gradients(name: str) -> None:
-    module = layer()
-    hooked = copy.deepcopy(module)
-    hooked.get_submodule(name).register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,))
-    hooked.get_submodule(name).register_full_backward_hook(lambda m, inputs, outputs: (inputs[0] * 5,))
-    x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64, requires_grad=True)
-    grads = []
-    for m in (module, hooked):
-        grads.append(torch.autograd.grad(m(x, x, x)[0].square().sum(), [x, *m.get_submodule(name).parameters()]))
-    torch.testing.assert_close(grads[1][1:], tuple(2 * g for g in grads[0][1:]), **EXACT)
-    assert (grads[1][0] - grads[0][0]).abs().max() > 1e-3
-
-
-# -- whole models ---------------------------------------------------------------------------------------------------------------
 
 
 def language_model(**options: object) -> LongNetLM:
@@ -251,9 +215,7 @@ def test_a_hook_on_any_module_changes_the_output(data: st.DataObject, name: str)
     build, draw = MODELS[name]
     torch.manual_seed(2307)
     model, inputs = build().eval(), draw()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
+    randomised(model)
     before = first(model(*inputs))
     places = [path for path, module in model.named_modules() if path and not isinstance(module, nn.ModuleList)]
     places = [path for path in places if not path.endswith("position")]  # gives no tensor
@@ -261,30 +223,6 @@ def test_a_hook_on_any_module_changes_the_output(data: st.DataObject, name: str)
     model.get_submodule(place).register_forward_hook(lambda m, i, output: uneven(output))
     hooked = first(model(*inputs))
     assert (hooked - before).abs().max() > 1e-4
-
-
-# -- quantization ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["linear", "embedding"])
-@pytest.mark.filterwarnings("ignore")  # torch means to remove this quantization
-def test_dynamic_quantization_acts_on_a_language_model_and_its_generation(kind: str) -> None:
-    quantized = pytest.importorskip("torch.ao.quantization", reason="torch has left quantization to torchao")
-    if not {"qnnpack", "fbgemm"} & set(torch.backends.quantized.supported_engines):
-        pytest.skip("needs a quantized engine")
-    model, x = language_model(tie_embeddings=kind == "embedding").eval(), tokens()
-    kinds = {nn.Linear} if kind == "linear" else {nn.Embedding: quantized.float_qparams_weight_only_qconfig}
-    with torch.no_grad():
-        small = quantized.quantize_dynamic(model, kinds)
-        logits = small(x)
-        assert 1e-4 < (logits - model(x)).abs().max() < 0.5
-        if kind == "embedding":  # and so is the head, which is tied to it
-            model.embedding.weight.copy_(small.embedding(torch.arange(31)))
-            torch.testing.assert_close(logits, model(x), **SINGLE)
-        assert torch.equal(small.generate(x, max_new_tokens=1, temperature=0.0)[:, 0], logits[:, -1].argmax(-1))
-
-
-# -- weights that their modules gather before each call ---------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # as every nn.Linear does

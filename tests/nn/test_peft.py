@@ -1,7 +1,5 @@
 """Adapters of the peft library: they train, change the output, merge, and come back from a file."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, convert
-from flexdilated.hub.torchscale import replace_attention
 from flexdilated.slides.gigapath import LongNetViT
-from tests.hub import test_torchscale as torchscale
 from tests.tolerances import EXACT
 
 peft = pytest.importorskip("peft", reason="needs peft: nox -s tests_transformers")
@@ -72,25 +68,12 @@ class Slides(nn.Module):
         return self.encoder(x, places.expand(BATCH, -1, -1))[0][:, None].expand(-1, TOKENS, -1)
 
 
-class FromTorchscale(nn.Module):
-    """A layer of torchscale with this library's attention in its place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torchscale.Rows(torchscale.options(), torchscale.EMBED, torchscale.HEADS)
-        assert replace_attention(self) == 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(query=x, key=x, value=x)[0]
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]] = {
     "own head": (lambda: language_model(tie=False), tokens, [*ATTENTION, "fc1", "embedding", "head"]),
     "tied head": (lambda: language_model(tie=True), tokens, [*ATTENTION, "fc2", "embedding"]),
     "converted": (converted, rows, [*ATTENTION, "linear1"]),
     "layer": (attention_layer, rows, ATTENTION),
     "slides": (lambda: Slides().double(), rows, [*ATTENTION, "fc1", "patch_embed.proj"]),
-    "torchscale": (lambda: FromTorchscale().double(), lambda: torch.randn(BATCH, TOKENS, torchscale.EMBED).double(), ATTENTION),
 }
 
 
@@ -140,37 +123,6 @@ def test_generation_draws_from_the_adapted_model(tie: bool) -> None:
     for _ in range(3):
         x = torch.cat([x, model(x)[:, -1].argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(drawn, x[:, TOKENS:])
-
-
-@pytest.mark.slow
-def test_compiled_model_follows_its_adapter() -> None:
-    model = peft.get_peft_model(language_model(tie=True), peft.LoraConfig(r=2, target_modules=ATTENTION, init_lora_weights=False))
-    model, x = model.double().eval(), tokens()
-    compiled = torch.compile(model.base_model.model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), model(x), **EXACT)
-    before = compiled(x)
-    model.base_model.disable_adapter_layers()
-    torch.testing.assert_close(compiled(x), model(x), **EXACT)
-    assert (compiled(x) - before).abs().max() > 1e-3
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's, under this library's new name
-def test_adapter_of_the_librarys_own_causal_model_comes_back_from_a_file(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
-    from flexdilated.hub.transformers import LongNetForCausalLM, LongNetHFConfig
-
-    sizes = {"vocab_size": VOCAB, "embed_dim": EMBED, "num_layers": 2, "num_heads": 3, "ffn_dim": 17}
-    base, x = LongNetForCausalLM(LongNetHFConfig(**sizes, dilated_pattern=PATTERN.to_dict())).double().eval(), tokens()
-    config = peft.LoraConfig(r=2, target_modules=ATTENTION, task_type="CAUSAL_LM", init_lora_weights=False)
-    model = peft.get_peft_model(copy.deepcopy(base), config).double().eval()
-    expected = model(input_ids=x, labels=x).logits
-    assert (expected - base(x).logits).abs().max() > 1e-3
-    model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path).double().eval()
-    torch.testing.assert_close(loaded(input_ids=x).logits, expected, **EXACT)
-    merged = loaded.merge_and_unload()
-    assert type(merged) is LongNetForCausalLM
-    torch.testing.assert_close(merged(x).logits, expected, **EXACT)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

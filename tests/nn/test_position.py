@@ -47,9 +47,6 @@ def xpos_scores(q: Tensor, k: Tensor, positions: Tensor, scale_base: float) -> T
     return torch.einsum("bqhi,bkhi,qki->bhqk", q, k.conj(), decay.to(q.dtype)).real
 
 
-# -- rotary -----------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("base", "start"), [(100.0, 0), (10000.0, 0), (10000.0, 1_000_000)])
 def test_rotary_turns_pairs_by_the_definition(base: float, start: int) -> None:
     q, k = draw(heads=5), draw(heads=1)
@@ -118,9 +115,6 @@ def test_positions_reject_options(options: dict[str, Any], message: str) -> None
             build(**least | options)
 
 
-# -- xPos -------------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scale_base", [13.0, 512.0])
 @pytest.mark.parametrize("start", [0, 3, 1_000_003])
 def test_xpos_scores_equal_the_definition_inside_every_segment(scale_base: float, start: int) -> None:
@@ -165,9 +159,6 @@ def test_xpos_scores_equal_the_definition_everywhere_where_segments_do_not_nest_
     torch.testing.assert_close(actual, xpos_scores(q, k, positions, 512.0), **SINGLE)
 
 
-# -- shards -----------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("borders", [None, (0, 9, 9, 10, 23)], ids=str)
 @pytest.mark.parametrize("pattern", [NESTED, RAGGED, DilatedPattern((5, 10), (1, 2))], ids=["nested", "ragged", "short"])
 def test_rotation_of_a_shard_is_that_of_the_whole(pattern: DilatedPattern, borders: tuple[int, ...] | None) -> None:
@@ -187,16 +178,6 @@ def test_rotation_of_a_shard_is_that_of_the_whole(pattern: DilatedPattern, borde
             start += length
 
 
-def test_rotation_of_a_shard_compiles() -> None:
-    position, borders = XPos(HEAD_DIM, NESTED), torch.tensor([0, 4, 20, 23])
-
-    def function(cu_seqlens: Tensor) -> Tensor:
-        positions = token_positions(9, cu_seqlens, torch.device("cpu"), 11)
-        return position(positions, length=TOKENS, cu_seqlens=cu_seqlens).q_cos
-
-    assert torch.equal(torch.compile(function, fullgraph=True, backend="aot_eager")(borders), function(borders))
-
-
 def test_xpos_rejects_a_whole_described_in_part_or_out_of_range() -> None:
     position, positions = XPos(HEAD_DIM, NESTED), torch.arange(5)
     with pytest.raises(
@@ -209,9 +190,6 @@ def test_xpos_rejects_a_whole_described_in_part_or_out_of_range() -> None:
     # The whole decides whether the decay stays in float32, and every rank says the same.
     with pytest.raises(ValueError, match=r"^scale_base must be at least 8 where segments reach over 1009 tokens, got 7.0$"):
         XPos(HEAD_DIM, DilatedPattern((1009,), (1,)), scale_base=7.0)(positions, length=1009)
-
-
-# -- positions of packed documents ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -1,7 +1,5 @@
 """How tokens are drawn from logits."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, reference
 from flexdilated.nn import LongNet
 from flexdilated.nn.seq2seq import CrossAttention
+from tests.cases import randomised
 from tests.tolerances import EXACT
 
 BATCH, TOKENS, EMBED, HEADS, FFN = 2, 23, 15, 5, 31
@@ -20,10 +21,7 @@ def model(encoder_layers: int = 2, decoder_layers: int = 3, **options: object) -
     """In evaluation mode, with biases and gains that differ from zeros and ones."""
     options = {"segment_lengths": LENGTHS, "dilation_rates": RATES, "dtype": torch.float64, **options}
     result = LongNet(EMBED, HEADS, encoder_layers, decoder_layers, FFN, **options)
-    with torch.no_grad():
-        for parameter in result.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return result.eval()
+    return randomised(result, 0.1).eval()
 
 
 def draw(*shape: int) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from flexdilated import DilatedPattern, MultiheadDilatedAttention
 from flexdilated.nn import Block, FeedForward, Rotation
+from tests.cases import randomised
 from tests.tolerances import EXACT
 
 BATCH, TOKENS, EMBED, FFN = 2, 23, 14, 31
@@ -14,10 +15,7 @@ PATTERN = DilatedPattern((5, 11), (1, 2))
 
 def block(dropout_p: float = 0.0, **options: float) -> Block:
     module = Block(MultiheadDilatedAttention(EMBED, 7, PATTERN), FeedForward(EMBED, FFN), dropout_p=dropout_p, **options).double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.5)
-    return module
+    return randomised(module, 0.5)
 
 
 def norm(x: Tensor, layer: nn.LayerNorm, eps: float = 1e-5) -> Tensor:

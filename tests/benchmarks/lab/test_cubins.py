@@ -1,7 +1,5 @@
 """The kept costs of compiled kernels: of the tiles that launches choose, within what a GPU has, and as the page shows them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """flash-attn-4 compiled for a GPU that is not here: one compilation for all views of a form, no spills; and what is a fault."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The kept costs of FlexAttention's kernels: of the tiles that the backend passes, spilling little, and as the page shows them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

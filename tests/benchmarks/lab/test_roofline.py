@@ -1,7 +1,5 @@
 """The model of bytes and launches against the backends themselves, run on tensors without memory, and against the definition."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import flexdilated.backends.dense.piece_loop
-import flexdilated.backends.flex.backend
 from benchmarks.lab.roofline import BACKENDS, DEVICES, Work, seconds, useful_flops, work
 from benchmarks.lab.traffic import Step
 from flexdilated import DilatedPattern
@@ -36,19 +33,8 @@ BACKEND = {backend.name: backend for backend in BACKENDS}
 LIBRARIES = {"sdpa flash": "flash", "sdpa cudnn": "cudnn", "sdpa efficient": "efficient"}
 LIBRARIES |= {"flash, version 2": "flash_attn", "flash, version 4": "flash_attn_4"}
 KERNEL = {kernel.name: kernel for kernel in (*sdpa.KERNELS, *flash.KERNELS)}
-LAUNCHES_NOTHING = {
-    f"aten::{name}"
-    for name in (
-        "empty",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "empty_like",
-        "detach",
-        "_unsafe_view",
-        "scalar_tensor",
-    )
-}
+ALLOCATE = ("empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like")
+LAUNCHES_NOTHING = {f"aten::{name}" for name in (*ALLOCATE, "detach", "_unsafe_view", "scalar_tensor")}
 READS_NOT_ITSELF = {f"aten::{name}" for name in ("copy_", "fill_", "new_full", "new_zeros")}
 
 
@@ -102,9 +88,6 @@ def tensors(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 
 def counted(found: Work) -> tuple[int, int]:
     return found.launches, found.bytes
-
-
-# -- library kernels --------------------------------------------------------------------------------------------------------------
 
 
 def kernel_that_counts(name: str, counter: Counter) -> Kernel:
@@ -170,54 +153,6 @@ def test_library_backends_move_and_launch_what_is_counted(backend: str, drawn: t
     assert found == [counted(expected[0]), counted(expected[1])]
 
 
-# -- FlexAttention ----------------------------------------------------------------------------------------------------------------
-
-
-class Attention(torch.autograd.Function):
-    """flex_attention without values, counted."""
-
-    @staticmethod
-    def forward(ctx: Any, counter: Counter, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
-        counter.count(q, k, v, out, lse)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
-        BACKWARD.count(dout, saved[4], *saved, *grads)  # what gradient lse has, or a zero of its size
-        return None, *grads
-
-
-BACKWARD = Counter()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["packed", "fused"])
-@given(drawn=shapes())
-def test_flex_moves_and_launches_what_is_counted(layout: str, drawn: tuple[DilatedPattern, Shape]) -> None:
-    pattern, shape = drawn
-    q, k, v = (x.requires_grad_() for x in tensors(shape))
-    counter = Counter()
-    BACKWARD.launches = BACKWARD.bytes = 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flexdilated.backends.flex.backend.kernel, "call", lambda q, k, v, **_: Attention.apply(counter, q, k, v))
-        patch.setattr(flexdilated.backends.flex.backend, "block_mask_for", lambda *args, **options: None)
-        patch.setattr(flexdilated.backends.flex.backend, "_layout", lambda *args: layout)
-        with counter:
-            out, _ = flexdilated.backends.flex.backend.attend_flex(q, k, v, Call(pattern, shape.is_causal, 1.0, return_lse=True))
-        with BACKWARD:
-            torch.autograd.grad(out, (q, k, v), torch.empty_like(q))
-    forward, backward = work(BACKEND[f"flex {layout}"], pattern, shape)
-    assert (counter.launches, counter.bytes) == counted(forward)
-    assert (BACKWARD.launches, BACKWARD.bytes) == counted(backward)
-
-
-# -- in place -------------------------------------------------------------------------------------------------------------------
-
-
 def kept(pattern: DilatedPattern, shape: Shape) -> Iterator[tuple[int, set[tuple[int, int]]]]:
     """Per branch, the `(key/value head, token)` that it keeps, and its pairs, by the definition."""
     for i, (length, rate) in enumerate(pattern.branches):
@@ -248,9 +183,6 @@ def test_the_kernel_in_place_moves_each_kept_row_once_per_branch(drawn: tuple[Di
     launches = len(together(plan_pieces(pattern, ((0, shape.num_tokens),), shape.num_kv_heads, shape.is_causal)))
     assert forward.launches in (launches, launches + 2)
     assert backward.launches in (2 * launches + 1, 2 * launches + 4)
-
-
-# -- bounds ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_bound_is_the_slower_of_products_and_memory_launch_by_launch() -> None:

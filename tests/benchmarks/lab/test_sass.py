@@ -1,7 +1,5 @@
 """Faults in loops of SASS: planted ones are found, and what resembles them is not."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.lab import sass
