@@ -136,7 +136,11 @@ def visible_keys(
     start, end = borders[document], borders[document + 1]
     position = token - start
     keys: list[int] = []
-    for i, (length, rate) in enumerate(pattern.branches):
+    segments, window = pattern.split("benchmarks")
+    if window is not None:
+        near = range(max(0, position - window.size + 1), min(end - start, position + window.size))
+        keys += [start + p for p in near if p <= position or not is_causal]
+    for i, (length, rate) in enumerate(segments):
         offset = pattern.offset(i, head, num_heads)
         if head not in pattern.head_range(i, num_heads) or position % length % rate != offset:
             continue

@@ -1,0 +1,39 @@
+"""A causal sliding window against causal segments with as many pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.attention import NUM_HEADS, assert_rows_match_definition, forward, forward_backward, random_inputs
+from benchmarks.conftest import Sizes
+from benchmarks.memory import Direction
+from benchmarks.timing import Ratio, side_by_side
+from flexdilated import DilatedPattern
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+@pytest.mark.parametrize("window", [128, 512, 1024, 2048])
+def test_window(benchmark: Any, sizes: Sizes, record: Callable[..., None], window: int, direction: Direction) -> None:
+    num_tokens = sizes.dense[0]
+    x = random_inputs(num_tokens, torch.float32)
+    pattern, segments = DilatedPattern(window=window), DilatedPattern((2 * window,), (1,))
+    attend = forward if direction == "forward" else forward_backward
+    result, ratio = side_by_side(
+        benchmark,
+        lambda: attend(x, pattern, is_causal=True),
+        lambda: attend(x, segments, is_causal=True),
+        rounds=sizes.rounds,
+    )
+    assert_rows_match_definition(x, pattern, *((result,) if direction == "forward" else result[:2]), is_causal=True)
+    pairs = [each.count_pairs(num_tokens, NUM_HEADS, is_causal=True) for each in (pattern, segments)]
+    name = f"window over segments/{direction}/float32/w={window}/N={num_tokens}"
+    record(
+        Ratio(name, ratio, 1.6 if window >= 512 else None, "lower"),
+        shape=x.q.shape,
+        dtype=torch.float32,
+        pair_ratio=pairs[0] / pairs[1],
+    )
