@@ -83,10 +83,7 @@ def test_show_draws_no_wider_than_the_terminal(tokens: int, cells: str, monkeypa
     [
         (("--preset", "longnet"), ["LongNet", "segment lengths 2048, 4096, 8192, 16384, 32768 · dilation rates 1, 2, 4, 6, 12"]),
         (("--blocks",), ["segment lengths 2048, 4096, 8192 · dilation rates 1, 2, 4", "8,192 tokens · 1 head, blocked offsets · "]),
-        (
-            ("--blocks", "--preset", "gigapath"),
-            ["Prov-GigaPath, without torchscale's zero keys"],
-        ),
+        (("--blocks", "--preset", "gigapath"), ["Prov-GigaPath, without torchscale's zero keys"]),
     ],
 )
 def test_presets_and_defaults(arguments: tuple[str, ...], lines: list[str]) -> None:

@@ -112,8 +112,7 @@ def counted_bytes(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str,
 
 @several
 @pytest.mark.parametrize(
-    ("exchange", "dtype"),
-    [("auto", torch.float64), ("gather", torch.bfloat16), ("ring", torch.float64), ("heads", torch.bfloat16)],
+    ("exchange", "dtype"), [("auto", torch.float64), ("gather", torch.bfloat16), ("ring", torch.float64), ("heads", torch.bfloat16)]
 )
 def test_bytes_on_the_transport_are_those_of_the_plan(ranks: Ranks, exchange: str, dtype: torch.dtype) -> None:
     size = ranks.world_size

@@ -24,10 +24,7 @@ def one_by_one(pairs: list[int], most: list[int], total: int) -> list[int]:
     return taken
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=2, max_size=7),
-    st.integers(1, 80),
-)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=2, max_size=7), st.integers(1, 80))
 @example([(0, 1), (0, 1), (0, 1)], 1)  # less than one unit each
 @example([(0, 9), (60, 1)], 40)  # all of it to the first
 @example([(0, 9), (50, 1)], 80)  # the one with the least takes no more than five quarters of its part

@@ -510,8 +510,7 @@ def test_numbers_that_64_bits_do_not_hold_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "is_causal", "by_rows", "dealt"),
-    [(8, False, 1.01, 1.01), (8, True, 1.28, 1.01), (64, True, 1.57, 1.03)],
+    ("num_ranks", "is_causal", "by_rows", "dealt"), [(8, False, 1.01, 1.01), (8, True, 1.28, 1.01), (64, True, 1.57, 1.03)]
 )
 def test_ranks_of_gigapath_end_together_where_heads_are_dealt(
     num_ranks: int, is_causal: bool, by_rows: float, dealt: float

@@ -250,11 +250,7 @@ REFUSED: list[tuple[Callable[[DeviceMesh], object], type[Exception], str]] = [
         )
     ),
     (lambda mesh: gather_tokens(X[..., 0], FIRST, mesh), ValueError, r"x_local must have shape \(B, n, E\), got \(2, 7\)$"),
-    (
-        lambda mesh: gather_tokens(X, FIRST[:, None], mesh),
-        ValueError,
-        r"positions must have shape \(B,\)=\(2,\), got \(2, 1\)$",
-    ),
+    (lambda mesh: gather_tokens(X, FIRST[:, None], mesh), ValueError, r"positions must have shape \(B,\)=\(2,\), got \(2, 1\)$"),
     *(
         (
             lambda mesh, positions=positions: gather_tokens(X, positions, mesh),

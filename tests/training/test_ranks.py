@@ -53,12 +53,7 @@ def run_alone(output: Path, text: Path, *more: str, **changes: object) -> None:
 
 @contextmanager
 def started(
-    num_ranks: int,
-    output: Path,
-    text: Path,
-    *more: str,
-    restarts: int = 0,
-    **changes: object,
+    num_ranks: int, output: Path, text: Path, *more: str, restarts: int = 0, **changes: object
 ) -> Iterator[subprocess.Popen[str]]:
     """The command under torchrun, on one host; nothing of it outlives the block."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", str(restarts), "--monitor-interval", "0.1"]

@@ -137,12 +137,7 @@ def _known_fields(config: Any) -> dict[str, Any]:
 
 
 def _compare(
-    config_class: Any,
-    model_class: Any,
-    sizes: dict[str, Any],
-    inputs: dict[str, Any],
-    expected: Tensor,
-    fields: dict[str, Any],
+    config_class: Any, model_class: Any, sizes: dict[str, Any], inputs: dict[str, Any], expected: Tensor, fields: dict[str, Any]
 ) -> Finding:
     try:
         out = _run(build(config_class, model_class, sizes, DENSE, fields), inputs)

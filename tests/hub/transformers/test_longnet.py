@@ -239,8 +239,7 @@ def test_longnet_computed_again_in_the_backward_has_the_same_gradients() -> None
 
 
 @pytest.mark.parametrize(
-    ("position", "options"),
-    [("xpos", {}), ("xpos", {"num_beams": 3}), ("rotary", {"num_return_sequences": 2, "do_sample": True})],
+    ("position", "options"), [("xpos", {}), ("xpos", {"num_beams": 3}), ("rotary", {"num_return_sequences": 2, "do_sample": True})]
 )
 def test_longnet_decodes_by_a_bounded_cache(position: str, options: dict[str, Any]) -> None:
     model, tokens = longnet(position=position, num_kv_heads=2).double(), torch.randint(1, 256, (BATCH, TOKENS))
