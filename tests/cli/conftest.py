@@ -11,7 +11,6 @@ from tests.slides.tools import DEPTH, EMBED, IN_CHANS, SIZES
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An architecture of this name."""
     monkeypatch.setitem(ARCHITECTURES, "tiny", Architecture(EMBED, DEPTH))
 
 

@@ -1,7 +1,5 @@
 """`flexdilated choose`: the lines, the picture, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

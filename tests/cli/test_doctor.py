@@ -37,7 +37,6 @@ def no_interpreter() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """The long cases with 97 of their 1,200 tokens, which take most of the time."""
     cases = [dataclasses.replace(case, num_tokens=min(case.num_tokens, 97)) for case in selfcheck._cases()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selfcheck, "_cases", lambda: cases)
@@ -48,7 +47,6 @@ def report() -> dict[str, Any]:
 
 @pytest.fixture
 def no_long_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the calls of 1,200 tokens."""
     short = [case for case in selfcheck._cases() if case.num_tokens < 100]
     monkeypatch.setattr(selfcheck, "_cases", lambda: short)
 
@@ -166,9 +164,6 @@ def test_doctor_passes_its_checks_on_cuda() -> None:
     assert {"efficient", "math"} <= {row["kernel"] for row in json.loads(text)["checks"]}
 
 
-# -- wrong numbers ------------------------------------------------------------------------------------------------------------
-
-
 def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     attend = selfcheck.dilated_attention
     monkeypatch.setattr(selfcheck, "DTYPES", {"float32": torch.float32})
@@ -228,9 +223,6 @@ def test_doctor_reports_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(text)["checks"][0]["worst"]["out"] is None
 
 
-# -- the parts ----------------------------------------------------------------------------------------------------------------
-
-
 def test_reasons_are_told_once_with_what_they_hold_for() -> None:
     flash = Engine("sdpa", "flash")
     assert doctor._why(doctor._reasons(flash, simulate("cpu"))) == "it runs on CUDA only"
@@ -241,9 +233,6 @@ def test_reasons_are_told_once_with_what_they_hold_for() -> None:
         "bfloat16, float16 functions: it has no score_mod or mask_mod",
         "float64: it has no float64 kernel there",
     ]
-
-
-# -- what it refuses ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [("--device", "bogus"), ("--device", "cuda:99", "--json")])

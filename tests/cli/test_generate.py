@@ -1,7 +1,5 @@
 """`flexdilated generate`: a prompt continued, and what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

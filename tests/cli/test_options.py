@@ -1,7 +1,5 @@
 """The options of all commands: one spelling, type and default for one thing; and how every command refuses and ends."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
@@ -57,8 +55,6 @@ OWN_MEANINGS = {("slides encode-all", "--layers"), ("plan", "--dtype"), ("train"
 
 
 class Option(NamedTuple):
-    """What a command says of one."""
-
     spellings: tuple[str, ...]
     type: object
     default: object
@@ -108,7 +104,6 @@ OTHERS = {"--nproc-per-node", "--max-restarts", "--crossover", "--all"}  # of to
 
 
 def mentioned(source: str) -> set[str]:
-    """Options in the strings of a source."""
     strings = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return {option for text in strings for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text)}
 

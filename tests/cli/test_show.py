@@ -43,9 +43,6 @@ def test_show_writes_a_png_of_the_figure_size_over_an_older_one(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == [output]
 
 
-# -- the terminal -------------------------------------------------------------------------------------------------------------
-
-
 def test_show_prints_digits_where_there_are_no_colours() -> None:
     text = show("--segment-lengths", "3,6", "--dilation-rates", "1,2", "--heads", 1, "--causal")
     rows = [line.rstrip() for line in text.splitlines() if re.fullmatch(r"[12·]+ *", line)]
@@ -91,11 +88,7 @@ def test_presets_and_defaults(arguments: tuple[str, ...], lines: list[str]) -> N
         assert found.startswith(expected)
 
 
-# -- blocks -------------------------------------------------------------------------------------------------------------------
-
-
 def rows_of(text: str) -> dict[str, list[str]]:
-    """The rows of the table, by their first column."""
     rows = re.findall(r"^((?:each of |all )?[\d, .-]*\d) +(\S+) +(\S+) +([\d.]+ %) +(\S+) +(\S+) +(\S+) +(\S+)\s*$", text, re.M)
     return {name: values for name, *values in rows}
 
@@ -137,9 +130,6 @@ def test_terminal_cells_stand_for_more_tiles_in_a_narrow_terminal(monkeypatch: p
         show("--blocks", "--heads", 1, "--tokens", 16384)
         lines = [line.count("▀") for line in file.getvalue().splitlines() if "▀" in line]
         assert lines == [cells] * -(-cells // 2)  # of 128 tiles, 2 or 7 per cell
-
-
-# -- what it refuses ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

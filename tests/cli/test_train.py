@@ -1,7 +1,5 @@
 """The training command: what it writes, how it goes on, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -54,7 +52,6 @@ def test_train_writes_goes_on_and_begins_anew(tmp_path: Path, text: Path) -> Non
 
 @pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) -> None:
-    """Of other text, longer sequences and another pattern; held out at once what the other run ended with."""
     assert train(tmp_path / "first", text)[0] == 0
     weights = f"--weights={tmp_path / 'first' / 'dilated'}"
     code, out, err = train(tmp_path / "same", text, weights, "--learning-rate=0", "--steps=1")

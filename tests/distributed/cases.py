@@ -1,7 +1,5 @@
 """Random attentions over shards, what they must give, and what a rank does with them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,11 +34,9 @@ class ShardedCase(Case):
         object.__setattr__(self, "scale", self.head_dim**-0.5 if self.scale is None else self.scale)
 
     def named(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """q, k, v, dout and dlse of the whole sequence."""
         return dict(zip(("q", "k", "v", "dout", "dlse"), self.tensors(dtype), strict=True))  # type: ignore[arg-type]
 
     def mask(self) -> Tensor | None:
-        """The key padding mask of the whole sequence."""
         return self.options().get("key_padding_mask")
 
     def documents(self) -> tuple[tuple[int, int], ...]:
@@ -112,7 +108,6 @@ def expected_of(case: ShardedCase) -> dict[str, Tensor]:
 
 
 def arguments(case: ShardedCase, rank: int, mesh: DeviceMesh, **options: Any) -> dict[str, Any]:
-    """The keyword arguments of this rank's call."""
     mask = case.mask()
     is_even = len(set(case.shard_lengths)) == 1
     return {
@@ -134,7 +129,6 @@ def shards(case: ShardedCase, rank: int, dtype: torch.dtype = torch.float64) -> 
 def results(
     case: ShardedCase, rank: int, mesh: DeviceMesh, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[Tensor, ...]:
-    """`out, lse, dq, dk, dv` of this rank."""
     given = arguments(case, rank, mesh, **options)
     dlse = expected_of(case)["dlse"][:, :, case.shard(rank)].to(accumulated(dtype))
     return differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **given), *shards(case, rank, dtype), dlse)

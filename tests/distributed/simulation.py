@@ -1,7 +1,5 @@
 """All ranks of a sharded attention in one process: a thread each, messages through queues."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping

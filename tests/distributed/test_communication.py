@@ -1,7 +1,5 @@
 """What ranks send: as many bytes as the plan says, only to ranks that need them, and nothing where nothing is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -31,7 +29,6 @@ COLLECTIVES = (
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Whatever communicates inside fails."""
     counted = dist.group.WORLD._get_sequence_number_for_group()
     with ExitStack() as stack:
         for name in COLLECTIVES:
@@ -42,7 +39,6 @@ def silence() -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[list[dist.P2POp]]:
-    """The point-to-point operations of this rank."""
     operations: list[dist.P2POp] = []
     send = dist.batch_isend_irecv
 
@@ -89,7 +85,6 @@ def check_idle(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) ->
 @at_least(3)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_only_ranks_that_owe_each_other_rows_communicate(ranks: Ranks, exchange: str) -> None:
-    """One segment is cut: that of the first two ranks."""
     case = ShardedCase(DilatedPattern((32,), (1,)), shard_lengths=(16,) * ranks.world_size)
     case = replace(case, borders=(0, 32, *range(48, case.num_tokens + 1, 16)))
     ranks.run(check_idle, case, exchange)
@@ -137,7 +132,8 @@ def test_bytes_on_the_transport_are_those_of_the_plan(ranks: Ranks, exchange: st
     assert total > 0
 
 
-def check_plain(rank: int, mesh: DeviceMesh) -> None:
+@one_size
+def test_a_mesh_of_one_rank_is_the_plain_call(rank: int, mesh: DeviceMesh) -> None:
     mesh, case = DeviceMesh("cpu", [rank]), simple(1, batch=2, group=2, ignored=0.2, is_causal=True)
     options = {name: x for name, x in arguments(case, 0, mesh).items() if name not in ("mesh", "shard_lengths")}
     dlse = expected_of(case)["dlse"]
@@ -145,8 +141,3 @@ def check_plain(rank: int, mesh: DeviceMesh) -> None:
     with silence():
         for a, e in zip(results(case, 0, mesh), alone, strict=True):
             assert torch.equal(a, e)
-
-
-@one_size
-def test_a_mesh_of_one_rank_is_the_plain_call(ranks: Ranks) -> None:
-    ranks.run(check_plain)

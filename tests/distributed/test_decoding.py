@@ -1,7 +1,5 @@
 """A cache dealt over ranks: decoding equals one process, in memory that falls with the number of ranks."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
@@ -28,7 +26,7 @@ from flexdilated.decode.tokens import BLOCK
 from flexdilated.distributed import even_shard_lengths, unshard_sequence
 from flexdilated.nn import LongNetConfig, LongNetLM
 from tests.cases import least_heads
-from tests.distributed.processes import Ranks
+from tests.distributed.processes import exactly
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 from tests.distributed.test_modules import build, draw_tokens
 from tests.test_decode import (
@@ -48,8 +46,6 @@ from tests.test_decode import (
     sees,
 )
 from tests.tolerances import EXACT, assert_twice_naive
-
-# -- all ranks in one process --------------------------------------------------------------------------------------------------
 
 
 class Simulated(CacheRanks):
@@ -320,9 +316,6 @@ def test_calls_are_taken_back_and_sequences_change_places(pattern: DilatedPatter
     simulate(3, work)
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------------
-
-
 def test_what_needs_a_mesh_is_refused_without() -> None:
     x, cache, model = torch.zeros(BATCH, 2, HEADS, DIM, dtype=torch.float64), make(LONGNET), build().eval()
     tokens, lengths = draw_tokens(1, 2), {"shard_lengths": (2, 0)}
@@ -359,11 +352,10 @@ def test_recorded_shards_and_caches_out_of_step_are_refused() -> None:
     simulate(2, work)
 
 
-# -- processes -----------------------------------------------------------------------------------------------------------------
-
-
-def check_cache(rank: int, mesh: DeviceMesh) -> None:
-    """A prompt in uneven shards by each exchange, steps, and a compiled step."""
+@pytest.mark.slow
+@exactly(2, 3)
+@torch.no_grad()
+def test_a_prompt_by_each_exchange_and_steps_equal_one_process(rank: int, mesh: DeviceMesh) -> None:
     size, inputs = mesh.size(), draw()
     shards = (13, 0, 11)[:size] if size == 3 else even_shard_lengths(24, size)
     for pattern, exchange in ((LONGNET, "auto"), (RAGGED, "ring"), (GROUPED, "heads")):
@@ -386,8 +378,10 @@ def check_cache(rank: int, mesh: DeviceMesh) -> None:
     assert compilations.frame_count == 1
 
 
-def check_faults(rank: int, mesh: DeviceMesh) -> None:
-    """Ranks raise together, and go on."""
+@pytest.mark.slow
+@exactly(2, 3)
+@torch.no_grad()
+def test_faults_are_raised_by_all_ranks_which_go_on(rank: int, mesh: DeviceMesh) -> None:
     last, inputs = mesh.size() - 1, draw()
     options = {"max_length": TOKENS, "mesh": mesh}  # of which ranks have not agreed yet
     with pytest.raises(ValueError, match=r"^exchange must be one of \('auto', 'gather', 'ring', 'heads'\), got 'nope'$"):
@@ -451,7 +445,10 @@ def check_calls_that_were_agreed_on(rank: int, mesh: DeviceMesh, cache: DilatedK
     torch.testing.assert_close(feed(cache, inputs, 41, 43), expected[:, 41:43], **EXACT)
 
 
-def check_a_refused_compiled_step(rank: int, mesh: DeviceMesh) -> None:
+@pytest.mark.slow
+@exactly(2)
+@torch.no_grad()
+def test_a_refused_compiled_step_does_not_count(rank: int, mesh: DeviceMesh) -> None:
     """A compiler may store before it asks the ranks; what they refuse must not count."""
     inputs, pattern = draw(), DilatedPattern((7,), (2,))  # a branch more takes inductor seconds
     cache = make(pattern, mesh=mesh)
@@ -465,7 +462,10 @@ def check_a_refused_compiled_step(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(cache.attend(*new), full(inputs, pattern)[:, 2:3], **EXACT)
 
 
-def check_orders(rank: int, mesh: DeviceMesh) -> None:
+@pytest.mark.slow
+@exactly(2, 3)
+@torch.no_grad()
+def test_orders_that_ranks_do_not_share_are_refused(rank: int, mesh: DeviceMesh) -> None:
     """Beams that a rank orders for itself; and a step that all refuse leaves every rank's cache as it was."""
     inputs = draw()
     cache = make(LONGNET, mesh=mesh)
@@ -484,8 +484,9 @@ def check_orders(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(feed(cache, inputs, 13, 16), full(inputs, LONGNET)[:, 13:16], **EXACT)
 
 
-def check_generation(rank: int, mesh: DeviceMesh) -> None:
-    """A model that reads a prompt in shards, and what it generates."""
+@pytest.mark.slow
+@exactly(2, 3)
+def test_generation_equals_one_process(rank: int, mesh: DeviceMesh) -> None:
     size, prompt = mesh.size(), draw_tokens(2, 23)
     shards = (9, 14, 0, 0)[:size] if size > 1 else (23,)
     start = sum(shards[:rank])
@@ -528,7 +529,10 @@ def check_generation_in_another_dtype(mesh: DeviceMesh, local: Tensor, shards: t
     assert torch.equal(model.generate(local, dtype=torch.float32, **options), narrow.generate(local, **options))
 
 
-def check_other_tokens(rank: int, mesh: DeviceMesh) -> None:
+@pytest.mark.slow
+@exactly(2)
+@torch.no_grad()
+def test_tokens_that_ranks_do_not_share_are_refused(rank: int, mesh: DeviceMesh) -> None:
     """Tokens that are said to be all of them, and are not the same: shards without their lengths, or drawn by each rank."""
     torch.manual_seed(0)
     model = (
@@ -553,28 +557,3 @@ def check_other_tokens(rank: int, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(logits, alone(tokens, caches=of_one, last_only=True), **EXACT)
         for more in (tokens[:, :1], tokens[:, 3:4], tokens[:, :5]):
             torch.testing.assert_close(model(more, caches=caches), alone(more, caches=of_one), **EXACT)
-
-
-def without_gradients(rank: int, mesh: DeviceMesh, check: Callable[[int, DeviceMesh], None]) -> None:
-    with torch.no_grad():
-        check(rank, mesh)
-
-
-@pytest.mark.parametrize(
-    ("check", "ranks"),
-    [
-        pytest.param(check, size, id=f"{check.__name__[6:]}-{size}_ranks", marks=(pytest.mark.ranks, pytest.mark.slow))
-        for check, *sizes in (
-            (check_cache, 2, 3),
-            (check_faults, 2, 3),
-            (check_orders, 2, 3),
-            (check_a_refused_compiled_step, 2),
-            (check_other_tokens, 2),
-            (check_generation, 2, 3),
-        )
-        for size in sizes
-    ],
-    indirect=["ranks"],
-)
-def test_decoding_over_processes_equals_one(ranks: Ranks, check: Callable[[int, DeviceMesh], None]) -> None:
-    ranks.run(check if check is check_generation else without_gradients, *(() if check is check_generation else (check,)))

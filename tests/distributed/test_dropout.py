@@ -1,7 +1,5 @@
 """Dropout and activation checkpointing over real ranks: independent draws, and gradients of the same ones."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

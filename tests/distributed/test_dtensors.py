@@ -1,7 +1,5 @@
 """DTensors of any placements give what their whole gives, or are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +19,6 @@ TOKENS, HEADS = [Shard(1)], [Shard(2)]
 
 
 def placed(value: Any) -> str:
-    """Placements, or another parameter, in the name of a test."""
     if not isinstance(value, list):
         return str(value)
     return "_".join(("batch", "tokens", "heads")[p.dim % 4] if isinstance(p, Shard) else "replicated" for p in value)
@@ -154,7 +151,8 @@ def test_dtensors_of_heads_beside_a_mesh_of_tokens(ranks: Ranks, exchange: str) 
     ranks.run(check_heads_beside_tokens, replace(dtensor_case(ignored=0.2), shard_lengths=(17, 24)), exchange)
 
 
-def check_dtensor_refusals(rank: int, mesh: DeviceMesh) -> None:
+@one_size
+def test_dtensors_that_are_refused(rank: int, mesh: DeviceMesh) -> None:
     size = mesh.size()
     two = grid(size)
     given = replace(dtensor_case(), kv_heads=size).named()
@@ -190,11 +188,7 @@ def check_dtensor_refusals(rank: int, mesh: DeviceMesh) -> None:
 
 
 @one_size
-def test_dtensors_that_are_refused(ranks: Ranks) -> None:
-    ranks.run(check_dtensor_refusals)
-
-
-def check_batch_refusals(rank: int, mesh: DeviceMesh) -> None:
+def test_dtensors_that_ranks_would_count_apart_are_refused(rank: int, mesh: DeviceMesh) -> None:
     """What each rank would count from 0, or mix up, and what one rank alone has wrong."""
     torch.manual_seed(5)
     pattern, size = DilatedPattern((4, 16), (1, 2)), mesh.size()
@@ -223,8 +217,3 @@ def check_batch_refusals(rank: int, mesh: DeviceMesh) -> None:
     whole = dilated_attention(one, one, one, pattern, cu_seqlens=scattered(borders, mesh, [Replicate()]))
     assert isinstance(whole, DTensor)
     torch.testing.assert_close(whole.full_tensor(), dilated_attention(q[:1], q[:1], q[:1], pattern, cu_seqlens=borders))
-
-
-@one_size
-def test_dtensors_that_ranks_would_count_apart_are_refused(ranks: Ranks) -> None:
-    ranks.run(check_batch_refusals)

@@ -1,7 +1,5 @@
 """Users' score and mask functions over shards against the oracle on the whole sequence: ranks in one process, then processes."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -11,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import flexdilated.backends.autograd.functions
@@ -67,9 +62,6 @@ def joined(parts: list[Any]) -> list[Tensor]:
     """What ranks give, put together; the gradients of tables are summed."""
     out, lse, dq, dk, dv, table = zip(*parts)
     return [torch.cat(out, 1), torch.cat(lse, 2), *(torch.cat(x, 1) for x in (dq, dk, dv)), torch.stack(table).sum(0)]
-
-
-# -- all ranks in one process -------------------------------------------------------------------------------------------------
 
 
 def simulate(
@@ -130,9 +122,6 @@ def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int)
         check(*drawn(1000 * num_ranks + seed, num_ranks), exchange)
 
 
-# -- by flex_attention, under an emulated kernel ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The kernel is the emulation, and the engine runs wherever it is asked for: only the kernel itself needs a GPU."""
@@ -173,9 +162,6 @@ def test_flex_over_ranks_adds_zero_keys(emulated: pytest.MonkeyPatch, exchange: 
 def test_scores_are_bounded_in_tasks_too(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flexdilated.backends.autograd.functions, "SCORES", scores)
     check(cut(3, ignored=0.3, is_causal=True), Mods("table", "thirds"), "gather")
-
-
-# -- processes ----------------------------------------------------------------------------------------------------------------
 
 
 def check_oracle(rank: int, mesh: DeviceMesh, case: ShardedCase, mods: Mods, exchange: str, way: str) -> None:
@@ -224,7 +210,6 @@ def test_flex_and_checkpoints_change_nothing(ranks: Ranks, exchange: str, way: s
 @exactly(3)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_compilers_change_nothing(ranks: Ranks, exchange: str) -> None:
-    """Three ranks, of which one holds no token."""
     ranks.run(check_oracle, cut(3, ignored=0.3), Mods("table", "thirds"), exchange, "compiled")
 
 
@@ -288,49 +273,6 @@ def test_gradients_of_a_table_alone_and_of_what_a_function_read(ranks: Ranks, ch
     ranks.run(check, exchange, asks)
 
 
-class Biased(nn.Module):
-    """Attention with a learnable table of biases, by head and distance."""
-
-    def __init__(self, tokens: int, mesh: DeviceMesh | None = None) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        self.table = nn.Parameter(torch.randn(4, 2 * tokens, generator=generator, dtype=torch.float64))
-        self.tokens, self.mesh = tokens, mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return s + table[h, i - j + self.tokens]
-
-        table = self.table
-        return dilated_attention(x, x, x, DilatedPattern((8, 31), (1, 3)), score_mod=score_mod, mesh=self.mesh)
-
-
-def check_sharded_table(rank: int, mesh: DeviceMesh) -> None:
-    tokens = 12 * mesh.size()
-    generator = torch.Generator().manual_seed(9)
-    x, target = (torch.randn(2, tokens, 4, 3, generator=generator, dtype=torch.float64) for _ in range(2))
-    whole, sharded, copied = Biased(tokens), Biased(tokens, mesh), Biased(tokens, mesh)
-    F.mse_loss(whole(x), target).backward()
-    fully_shard(sharded, mesh=mesh)
-    for model in (sharded, DistributedDataParallel(copied, process_group=mesh.get_group())):
-        F.mse_loss(model(shard_sequence(x, mesh)), shard_sequence(target, mesh)).backward()
-    torch.testing.assert_close(sharded.table.grad.full_tensor(), whole.table.grad, **EXACT)
-    torch.testing.assert_close(copied.table.grad, whole.table.grad, **EXACT)
-
-
-@one_size
-def test_a_table_under_fsdp_or_ddp_has_the_gradient_of_one_process(ranks: Ranks) -> None:
-    """Each rank's loss is the mean over its own equal shard: both average the gradients."""
-    ranks.run(check_sharded_table)
-
-
-def check_dtensors(rank: int, mesh: DeviceMesh, both: bool, backend: str) -> None:
-    """Functions are told the heads of the model, and the positions of the whole sequence."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        emulated.__wrapped__(monkeypatch)
-        compare_dtensors(mesh, both, backend)
-
-
 def compare_dtensors(mesh: DeviceMesh, both: bool, backend: str) -> None:
     mesh = grid(mesh.size()) if both else mesh
     placements: list[Placement] = [Shard(1), Shard(2)] if both else [Shard(2)]
@@ -357,6 +299,12 @@ def compare_dtensors(mesh: DeviceMesh, both: bool, backend: str) -> None:
     if both:
         dist.all_reduce(mine, group=mesh["rows"].get_group())
     torch.testing.assert_close(mine, wanted[-1], **EXACT)
+
+
+def check_dtensors(rank: int, mesh: DeviceMesh, both: bool, backend: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        emulated.__wrapped__(monkeypatch)
+        compare_dtensors(mesh, both, backend)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +365,8 @@ def check_refused_whole(mesh: DeviceMesh, case: ShardedCase, inputs: tuple[Tenso
         torch.export.export(Attends(), inputs, strict=False)
 
 
-def check_refusals(rank: int, mesh: DeviceMesh) -> None:
+@one_size
+def test_what_ranks_refuse_leaves_them_in_order(rank: int, mesh: DeviceMesh) -> None:
     case = cut(mesh.size())
     q, k, v, _ = shards(case, rank)
     mods = Mods("alibi", "thirds").functions(torch.zeros(()))
@@ -461,8 +410,3 @@ def check_refusals(rank: int, mesh: DeviceMesh) -> None:
         with pytest.raises(NotImplementedError, match="must not be differentiated twice"):
             torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
     check_oracle(rank, mesh, case, Mods("table", "thirds"), "auto", "plain")
-
-
-@one_size
-def test_what_ranks_refuse_leaves_them_in_order(ranks: Ranks) -> None:
-    ranks.run(check_refusals)

@@ -96,7 +96,6 @@ def test_ranks_take_parts_of_segments_that_they_hold_tokens_of(plan: ContextPlan
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_narrow_segments_are_dealt_before_the_wide_ones_that_level_them(is_causal: bool) -> None:
-    """Whichever is named first."""
     ratios = []
     for lengths in ((320, 640), (640, 320)):
         plan = plan_of(DilatedPattern(lengths, (1, 1)), 640, 10, 8, is_causal=is_causal)

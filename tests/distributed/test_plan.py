@@ -28,8 +28,6 @@ from flexdilated.reference import _rows
 from tests.cases import least_heads, unshifted
 from tests.distributed.cases import executors, traffic
 
-# -- the definition -----------------------------------------------------------------------------------------------------------
-
 
 class Softmax(NamedTuple):
     """One query of one branch and head: its keys are tokens and a number of zeros."""
@@ -78,12 +76,10 @@ def segments_of(plan: ContextPlan, branch: int) -> Iterator[Segment]:
 
 @lru_cache(maxsize=4)
 def definition(plan: ContextPlan) -> tuple[tuple[Segment, ...], ...]:
-    """Per branch, its segments."""
     return tuple(tuple(segments_of(plan, branch)) for branch in range(len(plan.pattern.branches)))
 
 
 def owner(plan: ContextPlan, token: int) -> int:
-    """The rank that holds a token."""
     end = 0
     for rank, length in enumerate(plan.shard_lengths):
         end += length
@@ -126,9 +122,6 @@ def expected_rows(plan: ContextPlan, exchange: str) -> dict[str, Rows]:
         if owner(plan, softmax.query) != rank:
             moved["q"].setdefault((rank, owner(plan, softmax.query)), set()).add((softmax.head, softmax.query))
     return moved
-
-
-# -- cases --------------------------------------------------------------------------------------------------------------------
 
 
 def documents_of(num_tokens: int, most: int) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
@@ -199,7 +192,6 @@ def of_equal_documents(*, zero_padding: bool) -> ContextPlan:
 
 
 def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool) -> list[tuple[int, int, int]]:
-    """`(peer, head, token)` of each row."""
     messages = list(message_rows.messages(plan, exchange, kind, rank, sent=sent))
     assert all(message.num_rows == sum(map(len, message.tokens)) for message in messages)
     return [
@@ -208,9 +200,6 @@ def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool
         for head, tokens in zip(message.heads.tolist(), message.tokens, strict=True)
         for token in tokens.tolist()
     ]
-
-
-# -- what travels -------------------------------------------------------------------------------------------------------------
 
 
 PROGRESSIONS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=5)
@@ -320,9 +309,6 @@ def test_long_lists_of_a_description_are_short_and_differ() -> None:
     assert documents(65) != documents(66)
 
 
-# -- who computes what --------------------------------------------------------------------------------------------------------
-
-
 def piece_softmaxes(piece: Piece, shard_start: int, *, is_causal: bool) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
     """(head, query, keys, zeros) in tokens of the whole sequence, as the fields of `Piece` are documented."""
     for s in range(piece.segments):
@@ -393,8 +379,6 @@ def test_pairs_are_those_of_real_queries_and_keys(plan: ContextPlan, exchange: s
         scored[rank] += len(softmax.keys)
     assert cost_model.pairs(plan, exchange).tolist() == scored
 
-
-# -- bytes and the choice -----------------------------------------------------------------------------------------------------
 
 SIZES = st.fixed_dictionaries(
     {
@@ -485,7 +469,6 @@ def test_choice_is_whole_heads_for_a_segment_of_many_ranks_gather_for_two_or_non
 def test_choice_is_equal_whether_rows_are_counted_exactly_or_at_most(
     pattern: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the exchange that it takes instead is no slower."""
     tokens = 1 << 16
     given = {
         "longnet": DilatedPattern.longnet(),
@@ -507,24 +490,6 @@ def test_numbers_that_64_bits_do_not_hold_are_refused() -> None:
     tokens = 1 << 57
     with pytest.raises(ValueError, match=r"are below 2\*\*62, got"):
         context_plan(DilatedPattern((1 << 40,) * 64, (1,) * 64), (tokens // 2,) * 2, 4, range(4), 1, ((0, tokens),), False)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "is_causal", "by_rows", "dealt"), [(8, False, 1.01, 1.01), (8, True, 1.28, 1.01), (64, True, 1.57, 1.03)]
-)
-def test_ranks_of_gigapath_end_together_where_heads_are_dealt(
-    num_ranks: int, is_causal: bool, by_rows: float, dealt: float
-) -> None:
-    """16 heads of a million tokens; of the widest branch a rank has a quarter of a head, or two."""
-    plan = plan_of(GIGAPATH, MILLION, num_ranks, 16, is_causal=is_causal)
-    ratio = {exchange: pairs.max() / pairs.mean() for exchange in EXCHANGES for pairs in (cost_model.pairs(plan, exchange),)}
-    assert ratio["gather"] == pytest.approx(by_rows, abs=0.01)
-    assert 1 <= ratio["heads"] <= dealt
-    sizes = {"speeds": cost_model.Speeds(), "head_dim": 48, "itemsize": 2}
-    times = {
-        name: cost_model.seconds(plan, name, rows=row_counts.bounds(plan, name), **sizes).max() for name in ("gather", "heads")
-    }
-    assert times["heads"] < times["gather"]
 
 
 @pytest.mark.parametrize(
@@ -560,9 +525,6 @@ def test_default_budget_is_of_the_largest_shard_and_has_a_floor() -> None:
     assert ring > 8 * heads
 
 
-# -- programs ------------------------------------------------------------------------------------------------------------------
-
-
 def test_the_schedules_of_many_layers_are_kept_while_they_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer has a pattern of its own; the second step builds nothing."""
     schedule.cache_clear()
@@ -587,29 +549,6 @@ def test_the_schedules_of_many_layers_are_kept_while_they_are_small(monkeypatch:
     step()
     assert 8 < len(schedule) < 48
     assert schedule.nbytes <= schedule.room
-
-
-# -- figures ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "by_rows", "by_heads"),
-    [  # means over 16 heads of whole and half rows
-        (8, 88_697.6875, 41_360.625),
-        (64, 111_954.875, 20_838.46875),
-    ],
-)
-def test_gigapath_of_a_million_tokens_moves_exactly(num_ranks: int, by_rows: float, by_heads: float) -> None:
-    plan = plan_of(GIGAPATH, MILLION, num_ranks, 16)
-    for exchange, expected in (("gather", by_rows), ("heads", by_heads)):
-        # A row of queries or of outputs is half of a row of keys and values.
-        def weighed(rows: dict[str, row_counts.RowCounts]) -> np.ndarray:
-            kv, q, out = (rows[kind].received for kind in ("kv", "q", "out"))
-            return (kv + (q + out) / 2) / 16
-
-        bounds = weighed(row_counts.bounds(plan, exchange))
-        assert weighed(row_counts.listed(plan, exchange)).max() == expected
-        assert expected <= bounds.max() <= 1.06 * expected
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The processes that other tests run on: a rank that fails fails its test."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bad input to sharded attention is one error on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -13,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed.planner import cost_model
 from tests.distributed.cases import check_sound, grid, shards, simple
-from tests.distributed.processes import Ranks, one_size
+from tests.distributed.processes import one_size
 
 
-def check_bad_input(rank: int, mesh: DeviceMesh) -> None:
+@one_size
+def test_bad_input_is_one_error_on_every_rank(rank: int, mesh: DeviceMesh) -> None:
     size = mesh.size()
     case = simple(size)
     q, k, v, _ = shards(case, rank)
@@ -62,11 +61,6 @@ def check_bad_input(rank: int, mesh: DeviceMesh) -> None:
         text = r"ranks must agree on speeds, got \[1000000000\.0, 350000000000000\.0\] on rank 0 and \[50000000000\.0, "
         refuses(ValueError, text)
     check_sound(case, rank, mesh)
-
-
-@one_size
-def test_bad_input_is_one_error_on_every_rank(ranks: Ranks) -> None:
-    ranks.run(check_bad_input)
 
 
 @pytest.mark.parametrize(

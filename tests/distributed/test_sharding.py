@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
 from flexdilated.distributed.mesh import group_of
 from flexdilated.distributed.sharding import local_shard_lengths
-from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly
+from tests.distributed.processes import WORLD_SIZES, exactly
 from tests.tolerances import EXACT
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -33,9 +33,6 @@ class Pair(NamedTuple):
     labels: Tensor | None
 
 
-# -- over real ranks --------------------------------------------------------------------------------------------------------------
-
-
 def draw(shape: list[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """The same on every rank; all bytes of an element matter."""
     generator = torch.Generator().manual_seed(2307 + seed)
@@ -45,7 +42,6 @@ def draw(shape: list[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def part(x: Tensor, rank: int, lengths: tuple[int, ...], dim: int) -> Tensor:
-    """The definition, by indices."""
     borders = [0, *accumulate(lengths)]
     return x.index_select(dim, torch.arange(borders[rank], borders[rank + 1]))
 
@@ -153,7 +149,8 @@ def check_tokens(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) 
             assert torch.equal(x.grad, part(factor * kept, rank, lengths, 1))
 
 
-def check_all(rank: int, mesh: DeviceMesh) -> None:
+@exactly(*(size for size in WORLD_SIZES if size in LENGTHS))
+def test_sequences_are_cut_and_put_together_exactly(rank: int, mesh: DeviceMesh) -> None:
     assert group_of(mesh)[1:] == (rank, mesh.size())
     for declared in LENGTHS[mesh.size()]:
         check_values(rank, mesh, declared)
@@ -166,8 +163,8 @@ def check_all(rank: int, mesh: DeviceMesh) -> None:
         check_gradients(rank, mesh, declared, is_compiled=True, reduces=reduces)
 
 
-def check_axes(rank: int, mesh: DeviceMesh) -> None:
-    """A mesh of some of the ranks, and one that changes under a compiled function."""
+@exactly(3)
+def test_meshes_of_some_ranks_cut_and_change_under_compiled_functions(rank: int, mesh: DeviceMesh) -> None:
     pair = DeviceMesh("cpu", [0, 2])
     world = DeviceMesh("cpu", [0, 1, 2])
     if rank == 1:
@@ -183,19 +180,6 @@ def check_axes(rank: int, mesh: DeviceMesh) -> None:
     x = torch.arange(6)[None]
     for mesh in (world, pair, world) if rank != 1 else (world, world):
         assert torch.equal(function(x, mesh), shard_sequence(x, mesh) + mesh.size())
-
-
-@pytest.mark.parametrize("ranks", [each_size(size) for size in WORLD_SIZES if size in LENGTHS], indirect=True)
-def test_sequences_are_cut_and_put_together_exactly(ranks: Ranks) -> None:
-    ranks.run(check_all)
-
-
-@exactly(3)
-def test_meshes_of_some_ranks_cut_and_change_under_compiled_functions(ranks: Ranks) -> None:
-    ranks.run(check_axes)
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Vision transformers of timm and torchvision under dilated attention: `nox -s tests_timm` installs both."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re
@@ -189,9 +187,6 @@ def test_order_counts_patches_along_the_curve_and_leaves_the_tokens_before_them(
     with mock.patch("flexdilated.hub.timm.dilated_attention", along):
         torch.testing.assert_close(actual, plain(images), **EXACT)
     assert (actual - plain(images)).abs().max() > 1e-6
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------------------
 
 
 class Renamed(Attention):

@@ -148,8 +148,6 @@ class Rows(PlainAttention):
 
 
 class DilatedAttention(PlainAttention):
-    """Known by its name alone."""
-
     attend = Rows.attend
     _pad = staticmethod(Rows._pad)
 
@@ -182,7 +180,6 @@ def tokens(num_tokens: int = 23) -> Tensor:
 
 
 def gradients(model: Model, x: Tensor, **call: Any) -> tuple[Tensor, ...]:
-    """The output, and the gradients of the input and of every parameter."""
     x = x.detach().clone().requires_grad_()
     out = model(x, **call)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
@@ -311,9 +308,6 @@ def test_dropout_is_taken_over_and_active_in_training_only(where: str) -> None:
     assert attention.dropout == (0.25 if where == "dropout" else 0.5)
     assert (model.train()(x) - expected).abs().max() > 0.01
     torch.testing.assert_close(model.eval()(x), expected, **EXACT)
-
-
-# -- refusals -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["incremental_state", "attn_mask", "rel_pos", "query", "key", "value"])

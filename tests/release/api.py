@@ -5,8 +5,6 @@
 Exits with 1 if something of it is gone, or takes other arguments or defaults.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Run once, by the version whose number the folder bears. Weights are drawn from a seed; outputs are of a CPU in float32.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

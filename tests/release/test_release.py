@@ -1,7 +1,5 @@
 """What makes a release: the workflows and the sessions that they call, one version, links, and that nothing loads code."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -27,7 +25,6 @@ def read(name: str) -> str:
 
 
 def sessions() -> set[str]:
-    """The names of noxfile.py: of functions, or given."""
     found = set()
     for node in ast.parse(read("noxfile.py")).body:
         for decorator in getattr(node, "decorator_list", []):

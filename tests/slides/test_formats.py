@@ -90,7 +90,6 @@ def test_centres_of_slideflow_need_the_side_of_a_tile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [None, SIDE])
 @pytest.mark.parametrize("size", [SIDE // 4, SIDE // 2])
 def test_custom_downsample_widens_the_patches_of_clam(tmp_path: Path, size: int, given: int | None) -> None:
-    """By TRIDENT's reading a patch is as wide as patch_size, downsample and custom_downsample give; a side that is given counts."""
     path = write_clam(tmp_path / "h5_files", "a", *draw_tiles(TILES))
     with h5py.File(tmp_path / "patches" / "a.h5", "r+") as file:
         file["coords"].attrs.update({"patch_size": size, "custom_downsample": 2})
@@ -247,46 +246,39 @@ def test_texts_beside_the_coordinates_are_not_read(tmp_path: Path, monkeypatch: 
 SECRET = 7.0
 
 
-def link(file: Any, other: Path) -> None:
-    file["features"] = h5py.ExternalLink(str(other), "features")
-
-
-def link_through_a_group(file: Any, other: Path) -> None:
-    file["features"], file["inner"] = h5py.SoftLink("/inner/features"), h5py.ExternalLink(str(other), "/")
-
-
-def link_in_a_group(file: Any, other: Path) -> None:
-    file.create_group("inner")["x"] = h5py.ExternalLink(str(other), "features")
-    file["features"] = h5py.SoftLink("/inner/x")
-
-
-def store_externally(file: Any, other: Path) -> None:
-    file.create_dataset("features", (3, IN_CHANS), "f4", external=[(str(other.with_suffix(".raw")), 0, h5py.h5f.UNLIMITED)])
-
-
-def map_virtually(file: Any, other: Path) -> None:
-    layout = h5py.VirtualLayout((3, IN_CHANS), "f4")
-    layout[:] = h5py.VirtualSource(str(other), "features", (3, IN_CHANS))
-    file.create_virtual_dataset("features", layout)
+def lead_elsewhere(file: Any, other: Path, how: str) -> None:
+    if how == "link":
+        file["features"] = h5py.ExternalLink(str(other), "features")
+    elif how == "link through a group":
+        file["features"], file["inner"] = h5py.SoftLink("/inner/features"), h5py.ExternalLink(str(other), "/")
+    elif how == "link in a group":
+        file.create_group("inner")["x"] = h5py.ExternalLink(str(other), "features")
+        file["features"] = h5py.SoftLink("/inner/x")
+    elif how == "external storage":
+        file.create_dataset("features", (3, IN_CHANS), "f4", external=[(str(other.with_suffix(".raw")), 0, h5py.h5f.UNLIMITED)])
+    else:
+        layout = h5py.VirtualLayout((3, IN_CHANS), "f4")
+        layout[:] = h5py.VirtualSource(str(other), "features", (3, IN_CHANS))
+        file.create_virtual_dataset("features", layout)
 
 
 @pytest.mark.parametrize(
-    ("lead_elsewhere", "got"),
+    ("how", "got"),
     [
-        (link, "'features' as a link to '.*/secret'"),
-        (link_through_a_group, "'inner' as a link to '.*/secret'"),
-        (link_in_a_group, "'inner/x' as a link to '.*/secret'"),
-        (store_externally, "'features' in external storage"),
-        (map_virtually, "'features' as a virtual dataset"),
+        ("link", "'features' as a link to '.*/secret'"),
+        ("link through a group", "'inner' as a link to '.*/secret'"),
+        ("link in a group", "'inner/x' as a link to '.*/secret'"),
+        ("external storage", "'features' in external storage"),
+        ("virtual", "'features' as a virtual dataset"),
     ],
 )
-def test_arrays_of_other_files_are_refused(tmp_path: Path, lead_elsewhere: Callable[[Any, Path], None], got: str) -> None:
+def test_arrays_of_other_files_are_refused(tmp_path: Path, how: str, got: str) -> None:
     values = np.full((3, IN_CHANS), SECRET, np.float32)
     with h5py.File(tmp_path / "secret", "w") as file:
         file["features"] = values
     (tmp_path / "secret.raw").write_bytes(values.tobytes())
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        lead_elsewhere(file, tmp_path / "secret")
+        lead_elsewhere(file, tmp_path / "secret", how)
         file["coords"] = draw_tiles(3)[1].numpy()
         assert file["features"][0, 0] == SECRET  # HDF5 follows it
     with pytest.raises(SlideError, match=f"^arrays must be stored in 'a.h5' itself, got {got}; copy them into the file$"):
@@ -415,18 +407,15 @@ def test_tables_of_slide2vec_that_hold_something_else_are_refused(
         read_tiles(path)
 
 
-@pytest.mark.parametrize("spacing", ["a half", [], {"um": 0.5}, -1.0, float("nan"), None])
-def test_a_magnification_that_is_no_number_is_not_said(tmp_path: Path, spacing: object) -> None:
+@pytest.mark.parametrize("said", ["a half", [], {"um": 0.5}, -1.0, float("nan"), None])
+def test_what_is_no_number_is_not_said(tmp_path: Path, said: object) -> None:
     path = write_slide2vec(tmp_path / "embeddings", "a", *draw_tiles(TILES))
     meta = path.with_name("a.meta.json")
-    meta.write_text(json.dumps({**json.loads(meta.read_text()), "requested_spacing_um": spacing}))
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "requested_spacing_um": said}))
     assert read_tiles(path).magnification is None
-
-
-@pytest.mark.parametrize("side", ["x", "None", "", b"x"])
-def test_a_side_that_is_no_number_is_not_said(tmp_path: Path, side: object) -> None:
-    path = write_trident(tmp_path, "a", *draw_tiles(3), patch_size_level0=side, downsample="y")
-    assert read_tiles(path).tile_size_level0 is None
+    for side in ("x", "None", "", b"x"):
+        path = write_trident(tmp_path, "a", *draw_tiles(3), patch_size_level0=side, downsample="y")
+        assert read_tiles(path).tile_size_level0 is None
 
 
 @pytest.mark.parametrize("side", [512, 512.0, "512", b"512", np.array([512, 512])])

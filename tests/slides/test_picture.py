@@ -26,7 +26,6 @@ def tissue(columns: int, rows: int) -> Tensor:
 
 
 def image(figure: Any, panel: int = 0, layer: int = 0) -> np.ndarray:
-    """RGBA of what is drawn in a panel."""
     return np.asarray(figure.axes[panel].images[layer].get_array())
 
 

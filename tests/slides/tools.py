@@ -1,7 +1,5 @@
 """Slides written as each tool writes them: the same tiles in every format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +56,6 @@ def write_clam(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
 
 
 def write_clam_pt(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
-    """CLAM's features without their places."""
     path = write_clam(folder, name, x, coords)
     path.unlink()
     torch.save(x, path.with_suffix(".pt"))

@@ -1,7 +1,5 @@
 """Small training runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -42,7 +40,6 @@ SMALL = {
 
 
 def arguments(output: Path, text: Path, *more: str, **changes: object) -> list[str]:
-    """Of `flexdilated`, for a small run with changes."""
     options = SMALL | {name.replace("_", "-"): value for name, value in changes.items()}
     values = (f"--{name}={value}" for name, value in options.items())
     return ["train", f"--text={text}", f"--output={output}", "--no-compile", *values, *more]

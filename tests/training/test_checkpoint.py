@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, never pickled, refused where they do not fit."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

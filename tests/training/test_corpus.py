@@ -1,7 +1,5 @@
 """The text of a run: what is read, what is held out, which batches are drawn."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

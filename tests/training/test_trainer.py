@@ -1,7 +1,5 @@
 """The loop: schedule, losses, exact resumption, stops, what ends a run."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -41,7 +41,6 @@ COUNTS = {"a": 53, "b/c": 1, "d": 131, "e": 17, "f": 46}
 
 @pytest.fixture
 def slides(tmp_path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Slides of some sizes in `tmp_path / "slides"`, as TRIDENT writes them."""
     drawn = {name: draw_tiles(count, seed=i, origin=(37 * i, 5)) for i, (name, count) in enumerate(COUNTS.items())}
     for name, (x, coords) in drawn.items():
         write_trident(tmp_path / "slides", name, x, coords)
@@ -71,9 +70,6 @@ def read(path: Path) -> dict[str, Any]:
 def alone(model: LongNetViT, slide: tuple[Tensor, Tensor], **options: Any) -> list[Tensor]:
     x, coords = slide
     return model(x[None], coords[None] // SIDE * 256, **options)
-
-
-# -- what it writes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("budget", "pooling"), [(1, "--cls"), (60, "--global-pool"), (10_000, "--cls")])
@@ -141,7 +137,6 @@ def test_provenance_says_what_determines_the_numbers(tmp_path: Path, slides: obj
 
 
 def test_coordinates_are_found_in_the_folder_of_the_same_name(tmp_path: Path, weights: Path) -> None:
-    """Two hospitals, each with a slide of one name: of as many tiles, at other places."""
     drawn = {}
     for site, seed in (("x", 1), ("y", 2)):
         x, coords = drawn[f"{site}/a"] = draw_tiles(53, seed=seed)
@@ -154,9 +149,6 @@ def test_coordinates_are_found_in_the_folder_of_the_same_name(tmp_path: Path, we
     assert found["names"] == list(drawn)
     for embedding, slide in zip(found["embeddings"], drawn.values()):
         torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), slide)[0][0], **SINGLE)
-
-
-# -- bad slides ---------------------------------------------------------------------------------------------------------------
 
 
 def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path) -> None:
@@ -223,9 +215,6 @@ def test_a_slide_that_overflows_leaves_its_neighbours_in_the_pack_alone(
         torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), slide)[0][0], **SINGLE)
 
 
-# -- slides that have a file --------------------------------------------------------------------------------------------------
-
-
 def test_slides_without_memory_are_named_with_the_remedy(
     tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +241,6 @@ def count_encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def interrupt(folder: Path, weights: Path, *more: object) -> None:
-    """Ctrl-C after two slides."""
     whole = encode.encode_slides
 
     def some(*args: Any, **options: Any) -> Iterator[object]:
@@ -362,9 +350,6 @@ def test_a_full_disk_is_named_and_leaves_whole_files_alone(
     assert sorted(path.name for path in (tmp_path / "out").rglob("*.h5")) == ["a.h5", "c.h5"]
     assert run(tmp_path, weights)[0] == 0
     assert read(tmp_path / "out.h5")["names"] == list(COUNTS)
-
-
-# -- the output ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

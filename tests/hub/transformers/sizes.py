@@ -1,7 +1,5 @@
 """Sizes and inputs of tiny models, for the survey of all model types."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +28,6 @@ def _normal(*shape: int) -> Tensor:
 
 
 def _patches(config: Any) -> dict[str, Any]:
-    """Images as patches of several shapes."""
     mask, shapes = torch.ones(2, 16, dtype=torch.int64), torch.tensor([[4, 4], [2, 8]])
     return {
         "pixel_values": _normal(2, 16, config.num_channels * config.patch_size**2),
@@ -40,7 +37,6 @@ def _patches(config: Any) -> dict[str, Any]:
 
 
 def _placed_patches(config: Any) -> dict[str, Any]:
-    """Patches that say where they stand."""
     places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(2, -1, -1)
     return {"pixel_values": _normal(2, 36, 3 * config.patch_size**2), "pixel_position_ids": places}
 

@@ -5,8 +5,6 @@ python -m tests.hub.transformers.survey --keep     keeps it in model_types.json,
 python -m tests.hub.transformers.survey bert vit   shows some
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools
@@ -61,7 +59,6 @@ class Late(BaseException):
 
 
 def survey(model_type: str) -> Finding:
-    """Build a tiny model of a type and run it dense, under a dense pattern, and under a dilated one."""
     with _deadline():
         try:
             return _survey(model_type)
@@ -154,7 +151,6 @@ def _compare(
 
 
 def _refused_by_config(config_class: Any) -> Finding | None:
-    """By its config alone."""
     try:
         set_pattern(config_class(), DENSE)
     except Exception as error:
@@ -286,7 +282,6 @@ def _deadline() -> Iterator[None]:
 
 
 def version() -> str:
-    """Of the transformers library, whose types are kept."""
     return json.loads(KEPT.read_text())["transformers"]
 
 

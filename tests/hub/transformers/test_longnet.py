@@ -235,9 +235,6 @@ def test_longnet_computed_again_in_the_backward_has_the_same_gradients() -> None
     torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
 
 
-# -- decoding ---------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("position", "options"), [("xpos", {}), ("xpos", {"num_beams": 3}), ("rotary", {"num_return_sequences": 2, "do_sample": True})]
 )

@@ -1,7 +1,5 @@
 """`config.dilated_pattern`: set, saved, loaded, and refused where it would change nothing."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Sinks: a learned score per head that takes part in the softmax with no value, as in GPT-OSS."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -113,7 +111,6 @@ def test_sinks_are_one_more_key_with_their_gradients(pattern: DilatedPattern) ->
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_sink_that_no_softmax_sees_changes_nothing(pattern: DilatedPattern) -> None:
-    """Rows without a key, too, and no gradient."""
     q, k, v, sinks = (x.detach() for x in draw())
     inputs, found = [x.requires_grad_() for x in (q, k, v)], []
     for s_aux in (None, torch.full_like(sinks, -torch.inf).requires_grad_()):

@@ -1,7 +1,5 @@
 """Sliding windows and chunks: one that holds every token is none, and one that hides some is refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
