@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -170,23 +170,17 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(selfcheck, "dilated_attention", lambda *args, **kwargs: change(attend, *args, **kwargs))
 
 
-def scaled_output(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    out, lse = attend(*args, **kwargs)
-    return out * 1.001, lse
-
-
-def empty_rows_of_zero(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    out, lse = attend(*args, **kwargs)
-    return out, lse.masked_fill(lse == -math.inf, 0.0)
-
-
 def constant_keys(attend: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return attend(q, k.detach() + 0.0 * k, v, *args, **kwargs)
 
 
-def nan(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    out, lse = attend(*args, **kwargs)
-    return out * math.nan, lse
+def changed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
+    return lambda attend, *args, **kwargs: change(*attend(*args, **kwargs))
+
+
+scaled_output = changed(lambda out, lse: (out * 1.001, lse))
+empty_rows_of_zero = changed(lambda out, lse: (out, lse.masked_fill(lse == -math.inf, 0.0)))
+nan = changed(lambda out, lse: (out * math.nan, lse))
 
 
 @pytest.mark.usefixtures("no_long_cases")

@@ -71,7 +71,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) ->
 
 
 @pytest.mark.parametrize(("held", "tokens", "used"), [(0.75, 48, 0.75), (0.75, 64, 1.0)])
-def test_a_run_keeps_the_decay_of_positions_that_its_weights_learnt_unless_sequences_are_too_long(
+def test_a_run_keeps_the_decay_of_its_weights_for_sequences_as_short(
     tmp_path: Path, text: Path, held: float, tokens: int, used: float
 ) -> None:
     LongNetLM(dataclasses.replace(CONFIG, scale_base=held)).save_pretrained(tmp_path / "weights")

@@ -437,9 +437,7 @@ def check_calls_that_were_agreed_on(rank: int, mesh: DeviceMesh, cache: DilatedK
         prompt.reset()
         prompt.attend(*here, shard_lengths=(4, 4), lengths=torch.tensor(lengths))
     prompt.reset()
-    with pytest.raises(
-        ValueError, match=r"^lengths of a cache and of a call .*, got \[8, 8, 8\] on rank 0 and \[8, 3, 8\] on rank 1"
-    ):
+    with pytest.raises(ValueError, match=r"^lengths of a cache and of a call .*, got \[8, 8, 8\] on rank 0 and \[8, 3, 8\] on"):
         prompt.attend(*here, shard_lengths=(4, 4), lengths=torch.tensor([8, 8 - 5 * rank, 8]))
     torch.testing.assert_close(prefill(prompt, inputs, (4, 4)), expected[:, :8], **EXACT)
     torch.testing.assert_close(feed(cache, inputs, 41, 43), expected[:, 41:43], **EXACT)
@@ -543,9 +541,7 @@ def test_tokens_that_ranks_do_not_share_are_refused(rank: int, mesh: DeviceMesh)
     own = tokens[:, 12 * rank : 12 * rank + 12]
     with torch.no_grad():
         for _ in range(2):
-            with pytest.raises(
-                ValueError, match=r"^the tokens of a call without shard_lengths must be the same on all ranks, got by h"
-            ):
+            with pytest.raises(ValueError, match=r"^the tokens of a call without shard_lengths must be the same on all ranks,"):
                 model(own, caches=caches, last_only=True)
         assert [cache.lengths.tolist() for cache in caches] == [[0, 0]] * 2
         logits = model(own, caches=caches, last_only=True, shard_lengths=(12, 12))

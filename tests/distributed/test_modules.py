@@ -89,9 +89,7 @@ def check_layers(rank: int, mesh: DeviceMesh) -> None:
     assert torch.equal(twin(tokens), model(tokens))
     assert model.state_dict().keys() == build().state_dict().keys()
     assert "mesh" not in repr(model)
-    with pytest.raises(
-        ValueError, match=rf"^shard_lengths\[{rank}\] must be the number of tokens of this rank=17, got \(18, 16\)$"
-    ):
+    with pytest.raises(ValueError, match=rf"^shard_lengths\[{rank}\] must be the number of tokens of this rank=17, got \(18,"):
         model(tokens, shard_lengths=(18, 16))
     with pytest.raises(ValueError, match=r"^shard_lengths must hold one length per rank"):
         model(tokens, shard_lengths=(1,) * 9)
@@ -108,7 +106,9 @@ def check_layers(rank: int, mesh: DeviceMesh) -> None:
     converted = MultiheadDilatedAttention.from_torch(layer, NESTED, mesh=mesh, exchange="gather")
     actual = converted(part, part, part, shard_lengths=(13, 21))[0]
     torch.testing.assert_close(actual, shard_sequence(expected, mesh, shard_lengths=(13, 21)), **EXACT)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 17), 2, enable_nested_tensor=False)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(12, 3, 17, batch_first=True, dropout=0.0), 2, enable_nested_tensor=False
+    )
     assert {
         (module.attention.mesh, module.attention.exchange)
         for module in convert(encoder, NESTED, mesh=mesh, exchange="ring").modules()
@@ -173,9 +173,7 @@ def check_sides(
     [({}, "auto"), ({"cross_is_causal": True}, "ring"), ({"cross_attention": "dense"}, "heads")],
     ids=["dilated", "causal", "dense"],
 )
-def test_encoder_and_decoder_over_ranks_equal_one_process(
-    rank: int, mesh: DeviceMesh, options: dict[str, Any], exchange: str
-) -> None:
+def test_encoder_and_decoder_equal_one_process(rank: int, mesh: DeviceMesh, options: dict[str, Any], exchange: str) -> None:
     lengths = tuple(7 + 3 * i for i in range(mesh.size()))
     check_sides(mesh, lengths, lengths, True, options, exchange)
 

@@ -207,9 +207,7 @@ PROGRESSIONS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.inte
 
 @pytest.mark.parametrize("spread", [0, 99], ids=["sorted", "marked"])
 @given(st.lists(PROGRESSIONS, min_size=1, max_size=4), st.data())
-def test_rows_of_a_message_are_found_where_they_are(
-    spread: int, runs: list[list[tuple[int, int, int]]], data: st.DataObject
-) -> None:
+def test_rows_of_a_message_are_found(spread: int, runs: list[list[tuple[int, int, int]]], data: st.DataObject) -> None:
     heads = [3 * i for i in range(len(runs))]
     expected = [{first + i * stride for first, stride, rows in each for i in range(rows)} for each in runs]
     with mock.patch.object(message_rows, "SPREAD", spread):
@@ -426,7 +424,7 @@ def test_bytes_and_buffers_are_those_of_the_rows(plan: ContextPlan, sizes: dict[
 
 
 @given(plans(), SIZES, st.sampled_from((1e3, 1e6, 1e9)), st.data())
-def test_choice_is_the_least_time_within_the_budget(
+def test_choice_is_the_least_time_in_the_budget(
     plan: ContextPlan, sizes: dict[str, Any], compute: float, data: st.DataObject
 ) -> None:
     buffers = {exchange: int(cost_model.buffer_bytes(plan, exchange, **sizes).max()) for exchange in EXCHANGES}
@@ -466,9 +464,7 @@ def test_choice_is_whole_heads_for_a_segment_of_many_ranks_gather_for_two_or_non
 
 
 @pytest.mark.parametrize(("pattern", "num_ranks"), [("longnet", 64), ("gigapath", 8), ("interleaved", 8), ("gigapath", 2)])
-def test_choice_is_equal_whether_rows_are_counted_exactly_or_at_most(
-    pattern: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choice_by_bounds_is_that_by_exact_rows(pattern: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = 1 << 16
     given = {
         "longnet": DilatedPattern.longnet(),

@@ -114,9 +114,7 @@ def context_parallel(backend: str, balancer: str | None = None) -> ParallelismCo
 
 def refuse(rank: int) -> None:
     inputs = titan.batch([TOKENS])
-    with pytest.raises(
-        ValueError, match=r"^attention_masks must be the causal mask of .* over contiguous shards, .*balancer must be None$"
-    ):
+    with pytest.raises(ValueError, match=r"^attention_masks must be the causal mask of .* over contiguous shards, .*balancer"):
         titan.run_sharded(context_parallel("spmd_types", "headtail"), FLEX, inputs)
     with pytest.raises(NotImplementedError, match=r"Context Parallel .* not supported for DilatedInnerAttention$"):
         titan.run_sharded(context_parallel("partial_dtensor"), FLEX, inputs)
@@ -167,9 +165,7 @@ def test_documents_are_read_from_the_masks_function() -> None:
     ids=["window", "bidirectional", "not itself", "reversed"],
 )
 def test_masks_that_say_more_than_documents_are_refused(mask_mod: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"^attention_masks must be the causal mask of packed documents over contiguous shards, got"
-    ):
+    with pytest.raises(ValueError, match=r"^attention_masks must be the causal mask of packed documents over contiguous shards,"):
         document_starts(block_mask(mask_mod), 1, 256, None)
 
 
@@ -187,16 +183,12 @@ def test_inner_attention_refuses_what_it_cannot_carry() -> None:
     with pytest.raises(ValueError, match=r"^attention_masks must be one mask for all heads, got 4$"):
         layer(q, q, q, attention_masks=block_mask(lambda b, h, q, k: (q >= k) & (h >= 0), heads=4))
     compiled = torch.compile(layer, backend="eager", fullgraph=True)  # as torchtitan compiles; the compiler wraps the error
-    with pytest.raises(
-        torch._dynamo.exc.Unsupported, match=r"attention_masks must be VarlenMetadata in a compiled model, got a BlockMask"
-    ):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"attention_masks must be VarlenMetadata in a compiled model, got a"):
         compiled(q, q, q, attention_masks=block_mask(packed))
 
 
 def test_overrides_refuse_what_is_no_pattern() -> None:
-    with pytest.raises(
-        ValueError, match=r"^window_size must be \(-1, 0\) for a dilated pattern to say what is seen, got \(7, 0\)$"
-    ):
+    with pytest.raises(ValueError, match=r"^window_size must be \(-1, 0\) for a dilated pattern to say what is seen, got \(7,"):
         dilated_varlen(VarlenAttention.Config(window_size=(7, 0)), segment_lengths=[4], dilation_rates=[1])
     with pytest.raises(ValueError, match=r"^exchange must be one of 'auto', 'gather', 'ring', 'heads', got 'all'$"):
         titan.model_of(FLEX, exchange="all")

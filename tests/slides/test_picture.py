@@ -148,8 +148,8 @@ def test_a_thumbnail_lies_underneath_in_the_same_places(tmp_path: Path) -> None:
         ((40, 20), (8 * SIDE, 4 * SIDE), "thumbnail must have the shape of the slide=4096 x 2048, got 20 x 40 pixels"),
     ],
 )
-def test_a_thumbnail_that_would_lie_beside_the_tiles_is_refused(
-    tmp_path: Path, picture: tuple[int, int], slide_size: tuple[float, float], message: str
+def test_a_thumbnail_beside_the_tiles_is_refused(
+    tmp_path: Path, picture: tuple[int, int], slide_size: tuple[float, ...], message: str
 ) -> None:
     from matplotlib.image import imsave
 

@@ -106,9 +106,7 @@ def test_a_table_of_excel_with_patients_is_read(tmp_path: Path) -> None:
     assert [(classes[slide.label], slide.patient) for slide in slides] == [("a", "p"), ("b", "p"), ("b", "x/s4")]
 
 
-def test_the_scripts_take_a_cohort_and_what_they_write_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_scripts_take_a_cohort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(ARCHITECTURES, "tiny", Architecture(64, 1))
     folder, weights, classifier = write_cohort(tmp_path), tmp_path / "w.pth", tmp_path / "c.pth"
     fixed = ["--arch=tiny", "--epochs=1"]

@@ -82,9 +82,7 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, text: Path
 
 
 @pytest.mark.parametrize("kind", [OSError, SafetensorError])
-def test_failed_save_keeps_the_old_checkpoint(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
-) -> None:
+def test_failed_save_keeps_the_old_one(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
     trainer = make_trainer(tmp_path / "run", text)
     trainer.save()
     before = contents(trainer.folder)

@@ -178,9 +178,7 @@ def test_rank_with_another_filesystem_is_named_and_nothing_is_lost(tmp_path: Pat
         (["--timeout-seconds=1"], "all 2 ranks must start within --timeout-seconds=1, got: "),
     ],
 )
-def test_rank_refuses_with_one_line(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
-) -> None:
+def test_rank_refuses(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str) -> None:
     started = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in started.items():
         monkeypatch.setenv(name, value)

@@ -36,11 +36,12 @@ from tests.slides.tools import (
 from tests.tolerances import NAIVE_FACTOR, SINGLE
 
 pytestmark = pytest.mark.usefixtures("tiny")
+Slides = dict[str, tuple[Tensor, Tensor]]
 COUNTS = {"a": 53, "b/c": 1, "d": 131, "e": 17, "f": 46}
 
 
 @pytest.fixture
-def slides(tmp_path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+def slides(tmp_path: Path) -> Slides:
     drawn = {name: draw_tiles(count, seed=i, origin=(37 * i, 5)) for i, (name, count) in enumerate(COUNTS.items())}
     for name, (x, coords) in drawn.items():
         write_trident(tmp_path / "slides", name, x, coords)
@@ -73,9 +74,7 @@ def alone(model: LongNetViT, slide: tuple[Tensor, Tensor], **options: Any) -> li
 
 
 @pytest.mark.parametrize(("budget", "pooling"), [(1, "--cls"), (60, "--global-pool"), (10_000, "--cls")])
-def test_each_slide_gives_what_it_gives_alone(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path, budget: int, pooling: str
-) -> None:
+def test_each_slide_gives_what_it_gives_alone(tmp_path: Path, slides: Slides, weights: Path, budget: int, pooling: str) -> None:
     code, out, err = run(tmp_path, weights, f"--token-budget={budget}", pooling)
     assert (code, err) == (0, "")
     assert f"wrote 5 slides of {sum(COUNTS.values())} tiles to '{tmp_path / 'out'}' in " in out
@@ -96,7 +95,7 @@ def test_each_slide_gives_what_it_gives_alone(
         assert (file.attrs["name"], file.attrs["num_tiles"]) == ("b/c", 1)
 
 
-def test_layers_and_tiles_are_those_of_the_model(tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path) -> None:
+def test_layers_and_tiles_are_those_of_the_model(tmp_path: Path, slides: Slides, weights: Path) -> None:
     assert run(tmp_path, weights, "--layers=all", "--tiles")[0] == 0
     found = read(tmp_path / "out.h5")
     model = load(weights)
@@ -111,9 +110,7 @@ def test_layers_and_tiles_are_those_of_the_model(tmp_path: Path, slides: dict[st
         assert np.array_equal(tiles["coords"], slide[1].numpy())
 
 
-def test_low_precision_stays_near_what_is_computed_in_float32(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
-) -> None:
+def test_low_precision_stays_near_float32(tmp_path: Path, slides: Slides, weights: Path) -> None:
     assert run(tmp_path, weights, "--store=float16", "--dtype=bfloat16", "--tiles")[0] == 0
     found = read(tmp_path / "out.h5")
     assert {found["embeddings"].dtype, found["tiles"]["a"]["embeddings"].dtype} == {np.dtype("float16")}
@@ -151,7 +148,7 @@ def test_coordinates_are_found_in_the_folder_of_the_same_name(tmp_path: Path, we
         torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), slide)[0][0], **SINGLE)
 
 
-def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path) -> None:
+def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: Slides, weights: Path) -> None:
     folder = tmp_path / "slides"
     x, coords = draw_tiles(11)
     nan = x.clone()
@@ -201,9 +198,7 @@ def test_a_tile_size_that_leaves_cells_empty_is_asked_about(tmp_path: Path, weig
     assert "neighbours are 512 apart: is a tile 256 pixels wide at level 0?" in err
 
 
-def test_a_slide_that_overflows_leaves_its_neighbours_in_the_pack_alone(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
-) -> None:
+def test_a_slide_that_overflows_leaves_its_pack_alone(tmp_path: Path, slides: Slides, weights: Path) -> None:
     x, coords = draw_tiles(23)
     write_trident(tmp_path / "slides", "c", x.double() * 1e300, coords)
     code, _, err = run(tmp_path, weights)
@@ -215,9 +210,7 @@ def test_a_slide_that_overflows_leaves_its_neighbours_in_the_pack_alone(
         torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), slide)[0][0], **SINGLE)
 
 
-def test_slides_without_memory_are_named_with_the_remedy(
-    tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slides_without_memory_are_named(tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -256,9 +249,7 @@ def interrupt(folder: Path, weights: Path, *more: object) -> None:
     assert "slides that have a file are kept: the same command goes on" in err
 
 
-def test_the_same_command_goes_on_where_a_run_was_interrupted(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on(tmp_path: Path, slides: Slides, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "slides").symlink_to(tmp_path / "slides")
     assert run(tmp_path / "whole", weights, "--tiles")[0] == 0
@@ -302,9 +293,7 @@ def test_a_file_of_other_settings_is_an_error(tmp_path: Path, slides: object, we
         assert f"--output must hold files that `slides encode-all` wrote, got '{folder / 'out' / 'a.h5'}'" in err
 
 
-def test_a_slide_is_known_by_what_its_files_hold_not_by_where_and_when(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slide_is_known_by_what_its_files_hold(tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CLAM's `.pt` hold no coordinates: the patches beside them are a part of the slide."""
     for i, name in enumerate("ab"):
         WRITERS["clam_pt"](tmp_path / "slides", name, *draw_tiles(53, seed=i))
@@ -330,7 +319,7 @@ def test_a_slide_is_known_by_what_its_files_hold_not_by_where_and_when(
     ]
 
 
-def test_a_full_disk_is_named_and_leaves_whole_files_alone(
+def test_a_full_disk_leaves_whole_files_alone(
     tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the third file: two are whole, and the third has no file under its name."""

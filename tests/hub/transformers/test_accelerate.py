@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -123,29 +122,6 @@ def test_training_equals_one_process(rank: int, mesh: DeviceMesh, tmp_path: Path
         train(sharded, optimizer, here[1:], **steps)
         train(whole, other, parts[1:])
         check_parameters(sharded, whole)
-
-
-@exactly(2)
-def test_all_ranks_get_the_weights_of_the_first(rank: int, mesh: DeviceMesh, tmp_path: Path) -> None:
-    parts = batches()
-    here = [tokens[BATCH * rank :][:BATCH] for tokens in parts]
-    for name in ("Llama, tied", "LongNet"):
-        whole = models()[name]
-        if rank == 0:
-            whole.save_pretrained(tmp_path / name)
-        dist.barrier()
-        os.environ["ACCELERATE_USE_FSDP"] = "true"  # as `accelerate launch` does
-        accelerator = accelerator_of(rank, cpu_ram_efficient_loading=True)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).train()
-        if rank > 0:  # which some versions of the library load too
-            for parameter in loaded.parameters():
-                nn.init.zeros_(parameter)
-        sharded, optimizer = accelerator.prepare(loaded, optimizer_of(loaded))
-        check_parameters(sharded, whole)
-        train(sharded, optimizer, here, accelerator.backward, accelerator.clip_grad_norm_)
-        train(whole, optimizer_of(whole), parts)
-        check_parameters(sharded, whole)
-        del os.environ["ACCELERATE_USE_FSDP"]
 
 
 @exactly(2)

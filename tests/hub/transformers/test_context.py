@@ -162,9 +162,7 @@ def compiled_documents(mesh: DeviceMesh, tokens: Tensor, rank: int) -> None:
 def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -> None:
     positions = torch.arange(17)[None] + 17 * rank
     model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens))
-    with pytest.raises(
-        ValueError, match=f"position_ids must be None, or count from {17 * rank} in the whole sequence on rank {rank}"
-    ):
+    with pytest.raises(ValueError, match=f"position_ids must be None, or count from {17 * rank} in the whole sequence on rank"):
         model(tokens, position_ids=positions + 1)
     with pytest.raises(ValueError, match=r"shard_lengths must be at least 1 in a model over a mesh of the library, got \(0, 17\)"):
         model(tokens[:, : 17 * rank], shard_lengths=(0, 17))

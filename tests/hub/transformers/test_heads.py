@@ -56,9 +56,7 @@ def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = N
         (RATES, 6, 1, True),
     ],
 )
-def test_a_part_of_the_heads_gives_that_part_of_the_outputs(
-    pattern: DilatedPattern, kv_heads: int, held: int, replicated: bool
-) -> None:
+def test_a_part_of_the_heads_gives_its_outputs(pattern: DilatedPattern, kv_heads: int, held: int, replicated: bool) -> None:
     module = layer(HEADS, kv_heads, pattern)
     q = torch.randn(2, HEADS, TOKENS, 5, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, kv_heads, TOKENS, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -99,9 +97,7 @@ def test_a_part_of_the_heads_without_its_place_is_refused() -> None:
     for first in (-1, 7):
         with pytest.raises(ValueError, match=f"first_head must leave room for 6 of the model's 12 query heads, got {first}"):
             attend(layer(HEADS, 6), q, k, v, first_head=first)
-    with pytest.raises(
-        NotImplementedError, match=r"key must hold 4 or all of the model's 8 key/value heads .*6 of 12 heads, got 3"
-    ):
+    with pytest.raises(NotImplementedError, match=r"key must hold 4 or all of the model's 8 key/value heads .*6 of 12 heads,"):
         find_head_shard(layer(HEADS, 8), 6, 3, 0)
     # As many keys as queries: repeated for them, or those of all ranks.
     with pytest.raises(NotImplementedError, match="k_proj"):

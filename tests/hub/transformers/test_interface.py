@@ -1,8 +1,6 @@
 """The attention function in models of the library: results, padding, packed documents, compilation, and what it refuses."""
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -174,9 +172,7 @@ def test_documents_that_the_library_does_not_notice_are_refused(name: str, cache
         options = {"use_cache": cache != "none", "attention_mask": mask}
         if cache == "none" and (mask is None or bool(mask.all())):
             continue
-        with pytest.raises(
-            NotImplementedError, match=r"position_ids must rise by 1 with .* pass use_cache=False and no padding, or cu_"
-        ):
+        with pytest.raises(NotImplementedError, match=r"position_ids must rise by 1 with .* pass use_cache=False and no"):
             model(tokens, position_ids=packed, past_key_values=make[cache](), **options)
         if cache == "bounded" and mask is not None and not mask[1, -1]:
             continue  # padding behind tokens
@@ -439,11 +435,6 @@ def test_borders_that_differ_or_lack_their_pair_are_refused() -> None:
         model(tokens, cu_seq_lens_q=second, cu_seq_lens_k=second, position_ids=position_ids, **options)
     with pytest.raises(ValueError, match="cu_seq_lens_q must come with one row of tokens, got batch size 3"):
         model(draw_tokens(), cu_seq_lens_q=first, cu_seq_lens_k=first, **options)
-
-
-def test_importing_the_package_does_not_import_transformers() -> None:
-    code = "import sys, flexdilated, flexdilated.hub; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
 
 
 def test_convert_says_how_models_of_the_library_take_a_pattern() -> None:

@@ -174,9 +174,7 @@ def test_heads_for_any_model_of_the_library_run(head: str) -> None:
         (DilatedPattern((4, 24), (1, 8)), ["LlamaModel"], None),  # causal or not: the first call knows
     ],
 )
-def test_set_pattern_warns_of_what_the_heads_of_the_config_lose(
-    pattern: DilatedPattern, architectures: list[str] | None, text: str | None
-) -> None:
+def test_set_pattern_warns_of_what_heads_lose(pattern: DilatedPattern, architectures: list[str] | None, text: str | None) -> None:
     checks.warn_of_losses.cache_clear()
     checks._warn.cache_clear()
     config = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=4, architectures=architectures)

@@ -104,22 +104,6 @@ def test_documents_are_packed_inside_a_window_that_holds_them_all(name: str) -> 
     torch.testing.assert_close(out, expected, **SINGLE)
 
 
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize("name", ["Mistral", "Llama4Text", "ModernBert"])
-def test_a_compiled_model_with_a_window_that_holds_every_token_equals_eager(name: str, side: str) -> None:
-    if name == "ModernBert" and IS_OLD:
-        pytest.skip("this version refuses its own rope_parameters")
-    torch.compiler.reset()
-    model, tokens, mask = build(name, TOKENS), draw_tokens(), None if side == "none" else mask_of([TOKENS, 17, 11], side)
-    options = {"attention_mask": mask} if name == "ModernBert" else {"attention_mask": mask, "use_cache": False}
-    real = slice(None) if mask is None else mask.bool()
-    expected = model(tokens, **options).last_hidden_state
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens, **options).last_hidden_state[real], expected[real], **SINGLE)
-
-
 def test_windows_among_other_masks_are_refused() -> None:
     sizes = {"batch_size": 3, "q_length": TOKENS, "kv_length": TOKENS}
     for window in (7, TOKENS - 1):
@@ -142,7 +126,5 @@ def test_layers_that_compress_keys_are_refused_behind_padding_too() -> None:
     mask = torch.ones_like(tokens)
     mask[0, :20] = 0
     for given in (None, mask):
-        with pytest.raises(
-            NotImplementedError, match=r"layers must attend to tokens with .*got DeepseekV4Attention, which compresses"
-        ):
+        with pytest.raises(NotImplementedError, match=r"layers must attend to tokens with .*got DeepseekV4Attention, which"):
             model(tokens, attention_mask=given, use_cache=False)
