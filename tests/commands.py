@@ -21,6 +21,13 @@ def invoke(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def refused(*arguments: object) -> str:
+    """The one line by which a command refuses, without `error: `."""
+    code, out, err = invoke(*arguments)
+    assert (code, out, err.count("\n"), err[:7]) == (2, "", 1, "error: "), err
+    return err[7:]
+
+
 def invoke_ranks(
     num_ranks: int, folder: Path, *arguments: object, prepare: Callable[[int], None] | None = None, ending: Collection[int] = ()
 ) -> list[tuple[int, str, str]]:

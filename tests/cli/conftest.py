@@ -16,7 +16,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def weights(tmp_path: Path, tiny: None) -> Path:
-    """Of `tiny`, with biases and gains that differ from zeros and ones."""
     model = create_model(None, "tiny", IN_CHANS, **SIZES)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)

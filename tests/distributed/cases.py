@@ -74,25 +74,11 @@ def random_case(seed: int, num_ranks: int, *, longest: int = 90) -> ShardedCase:
     if rng.random() < 0.35:
         borders = (0, *sorted(rng.randint(0, tokens) for _ in range(rng.randint(1, 3))), tokens)
     cuts = [0, *sorted(rng.randint(0, tokens) for _ in range(num_ranks - 1)), tokens]
-    batch, kv_heads, group = (
-        1 if borders else rng.choice([1, 2]),
-        max(rng.randint(1, 4), least_heads(pattern)),
-        rng.choice([1, 1, 2]),
-    )
-    head_dim = rng.choice([1, 3, 4])
-    return ShardedCase(
-        unshifted(pattern),
-        shard_lengths=tuple(b - a for a, b in pairwise(cuts)),
-        batch=batch,
-        kv_heads=kv_heads,
-        group=group,
-        head_dim=head_dim,
-        is_causal=rng.random() < 0.5,
-        ignored=0.3 if rng.random() < 0.35 else None,
-        borders=borders,
-        scale=rng.choice([1.0, 1.0, -0.7, 0.0]) * head_dim**-0.5,
-        seed=seed,
-    )
+    options: dict[str, Any] = {"batch": 1 if borders else rng.choice([1, 2]), "borders": borders, "seed": seed}
+    options |= {"kv_heads": max(rng.randint(1, 4), least_heads(pattern)), "group": rng.choice([1, 1, 2])}
+    options |= {"head_dim": rng.choice([1, 3, 4]), "is_causal": rng.random() < 0.5, "ignored": 0.3 if rng.random() < 0.35 else None}
+    options |= {"scale": rng.choice([1.0, 1.0, -0.7, 0.0]) * options["head_dim"] ** -0.5}
+    return ShardedCase(unshifted(pattern), shard_lengths=tuple(b - a for a, b in pairwise(cuts)), **options)
 
 
 def cut(size: int, **options: Any) -> ShardedCase:
@@ -121,7 +107,6 @@ def arguments(case: ShardedCase, rank: int, mesh: DeviceMesh, **options: Any) ->
 
 
 def shards(case: ShardedCase, rank: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v and dout of this rank: views, as the caller may hold them."""
     given = case.named(dtype)
     return [given[name][:, case.shard(rank)] for name in ("q", "k", "v", "dout")]
 
@@ -142,12 +127,10 @@ def assert_expected(case: ShardedCase, rank: int, actual: tuple[Tensor, ...], **
 
 
 def simple(size: int, **options: Any) -> ShardedCase:
-    """Segments that lie in all shards, none of them empty."""
     return ShardedCase(DilatedPattern((8, 67), (1, 2)), shard_lengths=(11, 13, 7, 5, 3, 9, 2, 4)[:size], **options)
 
 
 def check_sound(case: ShardedCase, rank: int, mesh: DeviceMesh) -> None:
-    """What came before left the group in order."""
     assert_expected(case, rank, results(case, rank, mesh))
 
 

@@ -29,13 +29,8 @@ TIMEOUT = timedelta(seconds=600)  # of a collective: on a busy machine one rank 
 # Descending: pytest gathers the tests of a process set by the place of its parameter, which `at_least` must not move.
 WORLD_SIZES = sorted((int(size) for size in os.environ.get("FLEXDILATED_WORLD_SIZES", "1,2,3,4").split(",")), reverse=True)
 # NCCL refuses two ranks of one host on one GPU: each is a host of its own then, which sockets connect.
-ALONE = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NET": "Socket",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_CUMEM_ENABLE": "0",
-}
+ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+ALONE |= {"NCCL_CUMEM_ENABLE": "0"}
 GRACE = 150.0  # seconds in which a busy machine starts processes, or they tell why they are late
 
 # Ranks are forked from a process that has imported this and done nothing: to import it takes each of them more than a second.

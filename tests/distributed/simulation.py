@@ -26,7 +26,6 @@ class Mail:
             self._news.notify_all()
 
     def ask(self, receiver: int, sender: int) -> int:
-        """The number of the message that a receive which begins now will get."""
         with self._news:
             self._asked[receiver, sender] += 1
             return self._asked[receiver, sender] - 1
@@ -69,7 +68,6 @@ class _Arrival:
 
 
 def run_ranks(num_ranks: int, work: Callable[[int], object]) -> list[object]:
-    """What `work(rank)` gives, for all ranks at once; the first error of any is raised."""
     results: list[object] = [None] * num_ranks
     errors: list[BaseException] = []
 

@@ -59,7 +59,6 @@ TURN = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64).kron(torch.e
 @exactly(2)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_calls_of_recomputed_regions_are_compiled(rank: int, mesh: DeviceMesh, backend: str) -> None:
-    """Regions whose forwards, calls included, are made again in the backward of one graph."""
     torch._dynamo.reset()
 
     def region(x: Tensor, lengths: tuple[int, ...], borders: Tensor | None, is_one: bool) -> Tensor:
@@ -127,7 +126,6 @@ def test_backwards_alone_are_compiled_in_order(rank: int, mesh: DeviceMesh) -> N
 
 @exactly(2)
 def test_calls_that_look_alike_are_all_compiled(rank: int, mesh: DeviceMesh) -> None:
-    """The same calls twice in one graph, on a rank that compiles beside one that does not: each makes all."""
     torch._dynamo.reset()
     whole = torch.randn(1, 16, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

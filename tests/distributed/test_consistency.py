@@ -152,7 +152,6 @@ def shard(rank: int, seed: int) -> list[Tensor]:
 
 
 def assert_right(out: Tensor, inputs: list[Tensor], rank: int, seed: int, pattern: DilatedPattern = PATTERN) -> None:
-    """Of the output and, where there are any, the gradients of its sum of squares."""
     given = [x.requires_grad_() for x in whole(seed)]
     expected = dilated_attention(*given, pattern)
     here = slice(rank * TOKENS, (rank + 1) * TOKENS)
@@ -210,7 +209,6 @@ def two_known_plans(rank: int, mesh: DeviceMesh, exchange: str) -> None:
 
 
 def a_new_plan_beside_a_known_one(rank: int, mesh: DeviceMesh, exchange: str) -> None:
-    """One rank waits in the comparison, the other one for rows."""
     dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
     with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed"):
         dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange, is_causal=bool(rank))

@@ -138,7 +138,6 @@ def rank_of(cache: DilatedKVCache) -> int:
 
 
 def prefill(cache: DilatedKVCache, inputs: tuple[Tensor, ...], shards: tuple[int, ...], at: int = 0, **options: Any) -> Tensor:
-    """The outputs of all ranks, of tokens in shards from the position `at` on."""
     start = at + sum(shards[: rank_of(cache)])
     out = cache.attend(*(x[:, start : start + shards[rank_of(cache)]] for x in inputs), shard_lengths=shards, **options)
     assert cache._ranks is not None
@@ -253,7 +252,6 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype: torch.
 
 
 def test_without_the_fused_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on other devices than a CPU."""
     monkeypatch.setattr("flexdilated.backends.dense.sdpa.disabled", lambda flag: "it is switched off")
     inputs = draw()
 

@@ -123,7 +123,6 @@ def test_compiled_dtensors_give_what_their_whole_gives(ranks: Ranks, placements:
 
 
 def check_heads_beside_tokens(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) -> None:
-    """DTensors say how heads are shared; `mesh` says that their tokens are a shard."""
     two = grid(mesh.size())
     rows, columns = two["rows"], two["columns"]
     place = rows.get_local_rank()

@@ -51,7 +51,6 @@ def expected_of(case: ShardedCase, mods: Mods) -> list[Tensor]:
 
 
 def weighed(case: ShardedCase, rank: int, mods: Mods, out: Tensor, lse: Tensor) -> Tensor:
-    """This rank's part of the loss of `run`."""
     given, here = case.named(), case.shard(rank)
     reached = expected_of(case, mods)[1][:, :, here] > -torch.inf
     out, lse = out.double().cpu(), lse.double().cpu()
@@ -59,7 +58,6 @@ def weighed(case: ShardedCase, rank: int, mods: Mods, out: Tensor, lse: Tensor) 
 
 
 def joined(parts: list[Any]) -> list[Tensor]:
-    """What ranks give, put together; the gradients of tables are summed."""
     out, lse, dq, dk, dv, table = zip(*parts)
     return [torch.cat(out, 1), torch.cat(lse, 2), *(torch.cat(x, 1) for x in (dq, dk, dv)), torch.stack(table).sum(0)]
 
@@ -77,15 +75,9 @@ def simulate(
         here = case.shard(rank)
         q, k, v = (given[name][:, here].to(device, dtype, copy=True).requires_grad_() for name in "qkv")
         table = mods.table(q.shape[2])
-        call = Call(
-            case.pattern,
-            case.is_causal,
-            case.scale,
-            key_padding_mask=None if mask is None else mask[:, here].to(device),
-            num_heads=case.kv_heads,
-            backend=backend,
-            **mods.functions(table.to(device, dtype)),
-        )
+        options = {"key_padding_mask": None if mask is None else mask[:, here].to(device), "num_heads": case.kv_heads}
+        options |= {"backend": backend, **mods.functions(table.to(device, dtype))}
+        call = Call(case.pattern, case.is_causal, case.scale, **options)
         context = {"plan": plan, "exchange": exchange, "rank": rank, "seed": None}
         out, lse = score_mod.attend(q, k, v, call, **context, transport=lambda backward: SimulatedTransport(rank, mail))
         if ahead.wait(simulation.TIMEOUT) == 0:
@@ -346,7 +338,6 @@ def test_ranks_that_are_seeded_alike_drop_differently(ranks: Ranks) -> None:
 
 
 def check_refused_whole(mesh: DeviceMesh, case: ShardedCase, inputs: tuple[Tensor, ...], mods: dict[str, Any]) -> None:
-    """Under fullgraph the compiler's error holds this library's reason."""
     torch._dynamo.reset()
     for options in (mods, {"backend": "flex"}, {**mods, "backend": "flex"}):
         attend = partial(dilated_attention, shard_lengths=case.shard_lengths, mesh=mesh, **options)

@@ -110,7 +110,6 @@ def leaves(case: ShardedCase, rank: int, dtype: torch.dtype) -> tuple[list[Tenso
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_ranks_over_nccl_give_what_one_gives(rank: int, mesh: DeviceMesh, exchange: str, is_compiled: bool) -> None:
-    """Two steps, the second of a plan that is known."""
     case = PROCESSES[mesh.size()]
     attend = torch.compile(dilated_attention, fullgraph=True) if is_compiled else dilated_attention
     expected, here = case.expected(), case.shard(rank)

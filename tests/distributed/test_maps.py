@@ -17,15 +17,8 @@ def check_map(rank: int, mesh: DeviceMesh, case: ShardedCase, dtype: torch.dtype
     queries = list(range(case.num_tokens))[::-3]
     options = {"queries": queries, "is_causal": case.is_causal, "scale": case.scale}
     expected = attention_map(q, k, case.pattern, key_padding_mask=mask, **options)
-    weights = attention_map(
-        q[:, here],
-        k[:, here],
-        case.pattern,
-        key_padding_mask=None if mask is None else mask[:, here],
-        mesh=mesh,
-        shard_lengths=case.shard_lengths,
-        **options,
-    )
+    options |= {"key_padding_mask": None if mask is None else mask[:, here], "mesh": mesh, "shard_lengths": case.shard_lengths}
+    weights = attention_map(q[:, here], k[:, here], case.pattern, **options)
     assert weights.dtype == expected.dtype
     torch.testing.assert_close(weights, expected[..., here], **(EXACT if dtype == torch.float64 else {"atol": 1e-6, "rtol": 1e-5}))
 

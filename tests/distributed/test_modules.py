@@ -26,7 +26,6 @@ TOKENS = 34  # of two equal shards
 
 
 def build(mesh: DeviceMesh | None = None, exchange: str = "auto", **changes: Any) -> LongNetLM:
-    """The same weights on every rank, in float64."""
     torch.manual_seed(2307)
     sizes: dict[str, Any] = {"vocab_size": 29, "embed_dim": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 19}
     config = LongNetConfig(**{**sizes, "pattern": NESTED, **changes})
@@ -57,7 +56,6 @@ def check_model(
     exchange: str = "auto",
     **changes: Any,
 ) -> None:
-    """Logits, and the gradients of the parameters summed over ranks."""
     tokens = draw_tokens(1 if documents else 2)
     cu_seqlens = None if documents is None else torch.tensor(documents)
     mask = (torch.arange(TOKENS) % 8 == 3).expand_as(tokens) if padded else None
@@ -181,7 +179,6 @@ def test_encoder_and_decoder_equal_one_process(rank: int, mesh: DeviceMesh, opti
 @pytest.mark.slow
 @exactly(2)
 def test_encoder_and_decoder_compile_for_several_lengths(rank: int, mesh: DeviceMesh) -> None:
-    """One graph serves several lengths, of which either side is the longer."""
     torch._dynamo.reset()
     options = {"cross_attention": "dense"}
     whole, model = build_pair(**options), build_pair(mesh, **options)

@@ -80,7 +80,6 @@ def simulate(
 
 
 def check(case: ShardedCase, exchange: str, device: str = "cpu") -> None:
-    """The two proofs of an exchange: the oracle's values, the plan's bytes."""
     got, *bytes_moved = simulate(case, exchange, device=device)
     sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored is not None, "lse_size": 8}
     for counted, planned in zip(bytes_moved, cost_model.bytes_received(case.plan(), exchange, **sizes)):
@@ -123,7 +122,6 @@ def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int,
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_many_ranks_give_what_one_gives(exchange: str) -> None:
-    """Segments inside shards, over a few of them, over half and over all."""
     lengths = tuple((7, 5, 0, 6)[rank % 4] for rank in range(17))
     pattern = DilatedPattern((6, 20, 40, 76), (1, 2, 3, 5))
     check(ShardedCase(pattern, shard_lengths=lengths, kv_heads=3, group=2, head_dim=3, ignored=0.2, is_causal=True), exchange)

@@ -49,7 +49,6 @@ class Segment:
 
 
 def segments_of(plan: ContextPlan, branch: int) -> Iterator[Segment]:
-    """All segments of a branch, head by head, in the order of tokens."""
     pattern = plan.pattern
     rate = pattern.dilation_rates[branch]
     for head in pattern.head_range(branch, plan.num_heads):
@@ -179,7 +178,6 @@ def even(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def plan_of(pattern: DilatedPattern, num_tokens: int, num_ranks: int, num_heads: int, *, is_causal: bool = False) -> ContextPlan:
-    """One document in equal shards, all heads."""
     document = ((0, num_tokens),)
     return context_plan(pattern, even(num_tokens, num_ranks), num_heads, range(num_heads), 1, document, is_causal)
 
@@ -390,7 +388,6 @@ SIZES = st.fixed_dictionaries(
 
 
 def received_rows(plan: ContextPlan, exchange: str, kind: str, *, returned: bool = False) -> np.ndarray:
-    """`(num_ranks,)`, forward or, for gradients, back."""
     rows = np.zeros(plan.num_ranks, np.int64)
     for (receiver, sender), count in traffic(plan, exchange, kind).items():
         rows[sender if returned else receiver] += count
@@ -507,7 +504,6 @@ def test_speeds_of_the_environment(variable: str, value: str, text: str, monkeyp
 
 
 def test_default_budget_is_of_the_largest_shard_and_has_a_floor() -> None:
-    """Shards of a few megabytes would fit a ring alone, which takes ten times as long as `heads`."""
     uneven = context_plan(DilatedPattern((4096,), (1,)), (MILLION, 1024), 2, range(2), 3, ((0, MILLION + 1024),), False)
     assert cost_model.default_budget(uneven, head_dim=64, itemsize=2, batch=5) == 2 * MILLION * 2 * (2 + 2 * 3) * 64 * 2 * 5
     plan = plan_of(GIGAPATH, MILLION, 1024, 16)

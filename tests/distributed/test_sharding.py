@@ -114,7 +114,6 @@ def check_gradients(
 
 
 def check_second_derivatives(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) -> None:
-    """Of gradients that are reduced, which are those of the sum of all ranks' losses, and so are theirs."""
     lengths = (5,) * mesh.size() if declared is None else declared
     x = draw([2, sum(lengths), 3], torch.float64)
     weights = [draw([2, sum(lengths), 3], torch.float64, seed=100 + each) for each in range(mesh.size())]

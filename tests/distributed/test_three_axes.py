@@ -89,9 +89,6 @@ def test_eight_ranks_on_three_axes_equal_one_process_and_three_go_on(tmp_path: P
     for size, check, losses in ((8, check_eight, expected[:STEPS]), (3, check_three, expected[STEPS:])):
         folder = tmp_path / f"of {size}"
         folder.mkdir()
-        ranks = Ranks(size, folder)
-        try:
+        with Ranks(size, folder) as ranks:
             for found in ranks.run(check, tmp_path / "checkpoint"):
                 torch.testing.assert_close(found, losses, **EXACT)
-        finally:
-            ranks.kill()

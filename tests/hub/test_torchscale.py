@@ -21,16 +21,8 @@ GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "torchscale.npz"
 
 def options(**changes: Any) -> SimpleNamespace:
     """torchscale's `args`, as far as its attention reads them."""
-    values = {
-        "segment_length": [7, 13],
-        "dilated_ratio": [1, 3],
-        "flash_attention": True,
-        "multiway": False,
-        "layernorm_eps": 1e-5,
-        "xpos_rel_pos": False,
-        "xpos_scale_base": 512,
-        "seq_parallel": False,
-    }
+    values = {"segment_length": [7, 13], "dilated_ratio": [1, 3], "flash_attention": True, "multiway": False}
+    values |= {"layernorm_eps": 1e-5, "xpos_rel_pos": False, "xpos_scale_base": 512, "seq_parallel": False}
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -153,8 +145,6 @@ class DilatedAttention(PlainAttention):
 
 
 class Model(nn.Module):
-    """Two dilated layers, a plain cross-attention with the same `args`, and a dilated layer at a second place."""
-
     def __init__(self, args: SimpleNamespace, **changes: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.ModuleDict({"self_attn": Rows(args, EMBED, HEADS, **changes)}) for _ in range(2))

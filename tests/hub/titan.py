@@ -137,7 +137,6 @@ def whole_logits(part: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def whole_gradient(part: Tensor, shape: tuple[int, ...], size: int) -> Tensor:
-    """The sum over ranks, of whole parameters or of those that the inner axis, of `size` ranks, cuts."""
     if isinstance(part, DTensor):
         return part.full_tensor()
     parts = all_parts(part)

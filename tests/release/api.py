@@ -21,7 +21,6 @@ REFERENCE = Path("docs", "reference")
 
 
 def entries(reference: Path) -> set[str]:
-    """The dotted names that have an entry in the pages of a folder."""
     found = set()
     for page in reference.glob("*.md"):
         directives = re.findall(r"^\.\. (?:auto|py:)(\w+):: (\S+)\n((?:   .*\n)*)", page.read_text(), flags=re.MULTILINE)

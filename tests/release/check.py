@@ -34,7 +34,6 @@ class Row(NamedTuple):
 
 
 def run(name: str, report: Path) -> list[Row]:
-    """A session's rows, one for each of its versions."""
     given = ("--", *ARGUMENTS[name]) if name in ARGUMENTS else ()
     report.unlink(missing_ok=True)
     nox = ("-m", "nox", "--session", name, "--no-stop-on-first-error", "--no-error-on-missing-interpreters")
@@ -43,7 +42,6 @@ def run(name: str, report: Path) -> list[Row]:
 
 
 def rows(name: str, found: Iterable[dict[str, object]]) -> list[Row]:
-    """Those of nox's report; a session that reported nothing has failed."""
     made = [
         Row(
             str((each.get("signatures") or [each["name"]])[0]),  # type: ignore[index]

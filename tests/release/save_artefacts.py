@@ -47,7 +47,6 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 def disturb(module: nn.Module) -> nn.Module:
-    """Biases and gains that differ from zeros and ones."""
     torch.manual_seed(SEED)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("tiny")
 
 @pytest.fixture
 def slide(tmp_path: Path) -> tuple[Tensor, Tensor]:
-    """A slide of 53 tiles on a grid with holes, `(N, C)` and `(N, 2)`, in a.pt."""
     cells = torch.randperm(29 * 29)[:TILES].sort().values
     x, coords = torch.randn(TILES, IN_CHANS), torch.stack([cells // 29, cells % 29], -1) * 256
     torch.save({"features": x, "coords": coords}, tmp_path / "a.pt")

@@ -175,7 +175,6 @@ def attempts(model_type: str, default: Any) -> Iterator[dict[str, Any]]:
 
 
 def _layers(default: Any) -> dict[str, Any]:
-    """As many layers as show every kind of them."""
     kinds = getattr(default, "layer_types", None)
     if not kinds:
         return {}
@@ -194,7 +193,6 @@ def _roped(known: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def inputs_of(model_type: str, model: Any) -> Iterator[dict[str, Any]]:
-    """Inputs to try, by the names that `forward` has."""
     if model_type in OWN_INPUTS:
         yield OWN_INPUTS[model_type](model.config)
         return

@@ -254,23 +254,6 @@ def test_sharded_parameters_equal_one_process(rank: int, world: DeviceMesh) -> N
             check_gradients(sharded, gradients(whole), lambda gradient: gradient.full_tensor())
 
 
-@exactly(2)
-def test_torch_s_own_context_parallelism_is_refused(rank: int, world: DeviceMesh) -> None:
-    from torch.distributed.tensor.experimental import context_parallel
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    torch.manual_seed(8)
-    tokens, model = torch.randint(2, VOCAB, (1, 32)), build("Llama")
-    expected = model(tokens).logits
-    shard = tokens.clone()
-    with (
-        context_parallel(mesh, buffers=[shard], buffer_seq_dims=[1], no_restore_buffers={shard}),
-        pytest.raises(ValueError, match="mesh must be given inside torch's context_parallel"),
-    ):
-        model(shard)
-    torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=0)
-
-
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Any:
     file = tmp_path_factory.mktemp("mesh") / "store"

@@ -28,22 +28,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the library, about confi
 SAME_NAMES = ["Llama", "Qwen2", "Qwen3", "Gemma", "Phi", "Mixtral", "Cohere", "Starcoder2", "Granite", "SmolLM3", "OPT", "GLM"]
 DECODERS = {name: name.lower() for name in SAME_NAMES} | {"Phi-3": "phi3", "GPT-NeoX": "gpt_neox", "OLMo 2": "olmo2"}
 DECODERS |= {"StableLM": "stablelm", "DeepSeek-V3": "deepseek_v3", "GPT-2": "gpt2"}
-ENCODERS = {
-    "BERT": "bert",
-    "RoBERTa": "roberta",
-    "XLM-RoBERTa": "xlm-roberta",
-    "ELECTRA": "electra",
-    "ALBERT": "albert",
-    "ESM": "esm",
-}
-OTHERS = {
-    "DistilBERT": "distilbert",
-    "Wav2Vec2": "wav2vec2",
-    "ViT": "vit",
-    "DeiT": "deit",
-    "DINOv2": "dinov2",
-    "DINOv3": "dinov3_vit",
-}
+ENCODERS = {"BERT": "bert", "RoBERTa": "roberta", "XLM-RoBERTa": "xlm-roberta", "ELECTRA": "electra", "ALBERT": "albert"}
+ENCODERS |= {"ESM": "esm"}
+OTHERS = {"DistilBERT": "distilbert", "Wav2Vec2": "wav2vec2", "ViT": "vit", "DeiT": "deit", "DINOv2": "dinov2"}
+OTHERS |= {"DINOv3": "dinov3_vit"}
 OTHERS |= {"I-JEPA": "ijepa", "SigLIP": "siglip_vision_model"}
 PARTS = {"CLIP": "clip", "LLaVA": "llava"}
 WIDE_DECODERS = {"Mistral": "mistral", "Gemma 2": "gemma2", "Gemma 3": "gemma3_text", "Cohere 2": "cohere2", "EXAONE 4": "exaone4"}

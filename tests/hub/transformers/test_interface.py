@@ -360,7 +360,6 @@ def test_cross_attention_is_refused() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_keys_of_as_many_other_tokens_are_refused(compiled: bool) -> None:
-    """A Q-former's, which neither their class nor their number tells from those of its own queries."""
     sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 3}
     config = transformers.Blip2QFormerConfig(**sizes, encoder_hidden_size=20, **dilated(RAGGED))
     # In 5.12 it does not ask the library's interface at all.

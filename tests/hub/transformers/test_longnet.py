@@ -90,14 +90,6 @@ def test_longnet_compiles_no_graph_for_each_padded_length() -> None:
     assert counts[-1] == counts[1]
 
 
-def test_longnet_packed_documents_equal_the_documents_alone() -> None:
-    model, lengths = longnet().double(), [7, 10, 6]
-    tokens, borders = torch.randint(256, (1, TOKENS)), torch.tensor([0, 7, 17, 23])
-    logits = model(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=10, max_length_k=10).logits
-    expected = torch.cat([model(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(logits, expected, **SINGLE)
-
-
 @pytest.mark.parametrize("borders", [[0, 7, 17, 23], [0, 23], [0, 7, 7, 23, 23]], ids=str)
 def test_longnet_loss_of_packed_documents_is_the_mean_over_each_documents_own_labels(borders: list[int]) -> None:
     model, tokens, cuts = longnet().double(), torch.randint(256, (1, TOKENS)), torch.tensor(borders)

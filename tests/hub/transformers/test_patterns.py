@@ -156,7 +156,6 @@ def test_a_model_type_that_was_not_compared_warns() -> None:
 
 @pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
 def test_heads_for_any_model_of_the_library_run(head: str) -> None:
-    """Their classes name no model: the config says which."""
     config = hub.set_pattern(transformers.LlamaConfig(**SIZES, pad_token_id=0), PATTERN)
     model = getattr(transformers, f"LlamaFor{head}")(config).eval()
     assert model.config._attn_implementation == "flexdilated"

@@ -116,7 +116,6 @@ def test_windows_among_other_masks_are_refused() -> None:
 
 @torch.no_grad()
 def test_layers_that_compress_keys_are_refused_behind_padding_too() -> None:
-    """The mask of DeepSeek-V4's would not show the keys that are added, and they would be left out."""
     if not hasattr(transformers, "DeepseekV4Config"):
         pytest.skip("this version has no such model")
     sizes = {**SIZED, "num_hidden_layers": 1, "layer_types": ["heavily_compressed_attention"], "n_routed_experts": 2}
