@@ -24,14 +24,8 @@ def test_command_prints_prompt_and_continuation(folder: Path, tmp_path: Path) ->
     prompt, drawing = "naïve ", ("--bytes", 19, "--seed", 3, "--top-k", 40, "--top-p", 0.9)
     code, out, err = invoke("generate", "--model", folder, "--prompt", prompt, *drawing)
     assert (code, err) == (0, "")
-    drawn = LongNetLM.from_pretrained(folder).generate(
-        torch.tensor([list(prompt.encode())]),
-        max_new_tokens=19,
-        temperature=0.7,
-        top_k=40,
-        top_p=0.9,
-        generator=torch.Generator().manual_seed(3),
-    )
+    options = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "generator": torch.Generator().manual_seed(3)}
+    drawn = LongNetLM.from_pretrained(folder).generate(torch.tensor([list(prompt.encode())]), max_new_tokens=19, **options)
     assert out == prompt + bytes(drawn[0].tolist()).decode("utf-8", "replace") + "\n"
     (tmp_path / "prompt.txt").write_text(prompt, encoding="utf-8")
     assert invoke("generate", "--model", folder, "--prompt-file", tmp_path / "prompt.txt", *drawing) == (code, out, err)

@@ -9,7 +9,7 @@ import torch
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, __version__
 from flexdilated.training import checkpoint
-from tests.commands import invoke, refused
+from tests.commands import invoke
 from tests.training import runs
 
 CONFIG = LongNetConfig(vocab_size=256, embed_dim=24, num_layers=1, num_heads=2, pattern=DilatedPattern((8,), (1,)))
@@ -103,7 +103,8 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, text: Path, change:
     LongNetLM(dataclasses.replace(CONFIG, **(change or {}))).save_pretrained(tmp_path / "weights")
     if change is None:
         (tmp_path / "weights" / "model.safetensors").write_bytes(b"1234567890")
-    assert refused(*runs.arguments(tmp_path / "run", text, f"--weights={tmp_path / 'weights'}")).startswith(message)
+    code, _, err = train(tmp_path / "run", text, f"--weights={tmp_path / 'weights'}")
+    assert (code, err.count("\n"), err.startswith(f"error: {message}")) == (2, 1, True), err
 
 
 @pytest.mark.parametrize(
@@ -119,5 +120,6 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, text: Path, change:
     ],
 )
 def test_train_refuses_with_one_line_and_exit_code_2(tmp_path: Path, text: Path, arguments: list[str], message: str) -> None:
-    assert refused(*runs.arguments(tmp_path / "run", text, *arguments)).startswith(message)
+    code, _, err = train(tmp_path / "run", text, *arguments)
+    assert (code, err.count("\n"), err.startswith(f"error: {message}")) == (2, 1, True), err
     assert checkpoint.latest(tmp_path / "run" / "dilated") is None

@@ -50,21 +50,17 @@ class SimulatedTransport:
         for peer, message in sends.items():
             if message.numel():
                 self._mail.put(peer, self.rank, message.clone())
-        return _Arrival(self._mail, self.rank, receives).wait
-
-
-class _Arrival:
-    def __init__(self, mail: Mail, rank: int, receives: Mapping[int, Tensor]) -> None:
-        self._mail, self._rank = mail, rank
-        self._awaited = [(peer, mail.ask(rank, peer), into) for peer, into in receives.items() if into.numel()]
-        for _, _, into in self._awaited:
+        awaited = [(peer, self._mail.ask(self.rank, peer), into) for peer, into in receives.items() if into.numel()]
+        for _, _, into in awaited:
             into.fill_(torch.nan)  # what nobody sends must not look like an answer
 
-    def wait(self) -> None:
-        for peer, number, into in self._awaited:
-            message = self._mail.take(self._rank, peer, number)
-            assert message.shape == into.shape, (message.shape, into.shape)
-            into.copy_(message)
+        def wait() -> None:
+            for peer, number, into in awaited:
+                message = self._mail.take(self.rank, peer, number)
+                assert message.shape == into.shape, (message.shape, into.shape)
+                into.copy_(message)
+
+        return wait
 
 
 def run_ranks(num_ranks: int, work: Callable[[int], object]) -> list[object]:

@@ -123,12 +123,7 @@ def test_sinks_count_once_whatever_the_ranks(pattern: DilatedPattern) -> None:
     inputs, sinks = draw(), torch.linspace(-3.0, 4.0, HEADS * GROUP, dtype=torch.float64)
     sinks[1], sinks[2] = -torch.inf, torch.inf
 
-    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
-        cache = make(pattern)
-        out = prefill(cache, inputs, (0, 5, 4), sinks=sinks)
-        return torch.cat([out, feed_all(cache, inputs, 9, 10, 11, 40, TOKENS, sinks=sinks)], dim=1)
-
-    for out in simulate(3, work):
+    for out in decode(3, pattern, inputs, (0, 5, 4), 9, 10, 11, 40, TOKENS, sinks=sinks):
         torch.testing.assert_close(out, full(inputs, pattern, sinks), **EXACT)
 
 
@@ -142,6 +137,18 @@ def prefill(cache: DilatedKVCache, inputs: tuple[Tensor, ...], shards: tuple[int
     out = cache.attend(*(x[:, start : start + shards[rank_of(cache)]] for x in inputs), shard_lengths=shards, **options)
     assert cache._ranks is not None
     return cache._ranks.whole(out, shards)
+
+
+def decode(
+    size: int, pattern: DilatedPattern, inputs: tuple[Tensor, ...], shards: tuple[int, ...], *borders: int, **options: Any
+) -> list[Any]:
+    """The outputs of a prompt in shards and of the chunks after it, on each rank."""
+
+    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
+        cache = make(pattern, dtype=inputs[0].dtype)
+        return torch.cat([prefill(cache, inputs, shards, **options), feed_all(cache, inputs, *borders, **options)], dim=1)
+
+    return simulate(size, work)
 
 
 def random_shards(chance: random.Random, tokens: int, size: int) -> tuple[int, ...]:
@@ -241,11 +248,7 @@ def test_each_rank_holds_its_share_of_the_rows(pattern: DilatedPattern, size: in
 def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype: torch.dtype) -> None:
     inputs = draw(dtype=dtype)
 
-    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
-        cache = make(LONGNET, dtype=dtype)
-        return torch.cat([prefill(cache, inputs, (13, 7)), feed_all(cache, inputs, 20, *range(33, 44), TOKENS)], dim=1)
-
-    out = simulate(2, work)[0]
+    out = decode(2, LONGNET, inputs, (13, 7), 20, *range(33, 44), TOKENS)[0]
     assert out.dtype == dtype
     naive = dilated_attention(*inputs, LONGNET, is_causal=True, backend="sdpa")
     assert_twice_naive(out, naive, full(tuple(x.double() for x in inputs), LONGNET))
@@ -255,11 +258,7 @@ def test_without_the_fused_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.backends.dense.sdpa.disabled", lambda flag: "it is switched off")
     inputs = draw()
 
-    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
-        cache = make(RAGGED)
-        return torch.cat([prefill(cache, inputs, (13, 7)), feed_all(cache, inputs, 20, 21, TOKENS)], dim=1)
-
-    torch.testing.assert_close(simulate(2, work)[0], full(inputs, RAGGED), **EXACT)
+    torch.testing.assert_close(decode(2, RAGGED, inputs, (13, 7), 20, 21, TOKENS)[0], full(inputs, RAGGED), **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -274,11 +273,7 @@ def test_a_mark_reaches_who_sees_it_and_nobody_else(chunks: tuple[Any, ...], poi
     expected = full(inputs, LONGNET).masked_fill(sees(inputs, LONGNET, places)[..., None], torch.nan)
     inputs[1][..., 1].masked_fill_(places, poison)
 
-    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
-        cache = make(LONGNET)
-        return torch.cat([prefill(cache, inputs, chunks[0]), feed_all(cache, inputs, *borders)], dim=1)
-
-    for out in simulate(2, work):
+    for out in decode(2, LONGNET, inputs, chunks[0], *borders):
         torch.testing.assert_close(out, expected, **EXACT, equal_nan=True)
 
 

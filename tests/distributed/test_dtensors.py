@@ -166,9 +166,7 @@ def test_dtensors_that_are_refused(rank: int, mesh: DeviceMesh) -> None:
     refuses(TypeError, r"^q must be a DTensor where q, k or v is one, got Tensor$", plain[0], k, v)
     refuses(ValueError, r"^mesh must be None for DTensors sharded on tokens, .* got a value$", q, k, v, mesh=mesh)
     refuses(ValueError, r"^shard_lengths must be None for DTensors sharded on tokens, .* got a value$", q, k, v, shard_lengths=[41])
-    refuses(
-        ValueError, r"^v must have the mesh and placements of q=.*Shard\(dim=1\).*, got .*Shard\(dim=2\)", q, k, all_of(HEADS)[2]
-    )
+    refuses(ValueError, r"^v must have the mesh and placements of q=.*Shard\(dim=1\).*Shard\(dim=2\)", q, k, all_of(HEADS)[2])
     refuses(ValueError, r"^exchange must be one of .*, got 'all'$", q, k, v, exchange="all")
     refuses(NotImplementedError, r"backend 'reference' cannot run this .*shards", q, k, v, backend="reference")
     partial = [DTensor.from_local(x, mesh, [Partial()], run_check=False) for x in plain]

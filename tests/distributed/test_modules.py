@@ -66,15 +66,13 @@ def check_model(
 
     model = build(mesh, exchange, **changes)
     batch = {"tokens": tokens, "weight": weight, "key_padding_mask": mask}
-    local = shard_sequence(batch, mesh, shard_lengths=shard_lengths)
+    own = shard_sequence(batch, mesh, shard_lengths=shard_lengths)
     forward = model
     if compiler:
         torch._dynamo.reset()
         forward = torch.compile(model, fullgraph=True, backend=compiler)
-    actual = forward(
-        local["tokens"], key_padding_mask=local["key_padding_mask"], cu_seqlens=cu_seqlens, shard_lengths=shard_lengths
-    )
-    (actual * local["weight"]).sum().backward()
+    actual = forward(own["tokens"], key_padding_mask=own["key_padding_mask"], cu_seqlens=cu_seqlens, shard_lengths=shard_lengths)
+    (actual * own["weight"]).sum().backward()
     with torch.no_grad():
         torch.testing.assert_close(unshard_sequence(actual, mesh, shard_lengths=shard_lengths), expected, **EXACT)
     assert_summed_gradients(model, whole, mesh)

@@ -470,9 +470,7 @@ def test_choice_by_bounds_is_that_by_exact_rows(pattern: str, num_ranks: int, mo
     given["interleaved"] = replace(given["gigapath"], offsets="interleaved")
     for is_causal in (False, True):
         plan = plan_of(given[pattern], tokens, num_ranks, 8, is_causal=is_causal)
-        times = {
-            exchange: cost_model.seconds(plan, exchange, speeds=cost_model.Speeds(), **BFLOAT16).max() for exchange in EXCHANGES
-        }
+        times = {x: cost_model.seconds(plan, x, speeds=cost_model.Speeds(), **BFLOAT16).max() for x in EXCHANGES}
         for counted in (1 << 40, 0):
             monkeypatch.setattr(cost_model, "CHOICE", counted)
             chosen = cost_model.choose.__wrapped__(plan, budget=1 << 40, **BFLOAT16)

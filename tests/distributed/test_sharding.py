@@ -61,10 +61,8 @@ def check_values(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) 
             assert back.dtype == dtype
             assert back.is_contiguous()
             assert torch.equal(back, whole)
-    strided = draw([sum(lengths), 3, 2], torch.float32).mT.transpose(0, 1)  # (2, N, 3), transposed in memory
-    assert torch.equal(
-        unshard_sequence(shard_sequence(strided, mesh, shard_lengths=declared), mesh, shard_lengths=declared), strided
-    )
+    moved = draw([sum(lengths), 3, 2], torch.float32).mT.transpose(0, 1)  # (2, N, 3), transposed in memory
+    assert torch.equal(unshard_sequence(shard_sequence(moved, mesh, shard_lengths=declared), mesh, shard_lengths=declared), moved)
 
 
 def check_batches(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) -> None:

@@ -179,9 +179,7 @@ def gradients(model: Model, x: Tensor, **call: Any) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("name", ["pow2_noncausal", "ragged_noncausal", "ragged_causal", "heads_not_multiple", "rate_not_dividing"])
 def test_stand_in_and_replacement_compute_what_torchscale_does(name: str) -> None:
     with np.load(GOLDEN_FILE) as golden:
-        stored = {
-            key: torch.from_numpy(golden[f"{name}/{key}"]).double() for key in ("q", "k", "v", "out", "grad_out", "dq", "dk", "dv")
-        }
+        stored = {k: torch.from_numpy(golden[f"{name}/{k}"]).double() for k in (*"qkv", "out", "grad_out", "dq", "dk", "dv")}
         meta = json.loads(str(golden[f"{name}/meta"]))
     heads, head_dim = stored["q"].shape[2:]
     args = options(segment_length=meta["segment_lengths"], dilated_ratio=meta["dilation_rates"])

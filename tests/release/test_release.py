@@ -44,9 +44,7 @@ def test_sessions_of_a_gpu_take_the_python_that_runs_nox() -> None:
 
 def constant(name: str) -> tuple[str, ...]:
     """A tuple of noxfile.py, of words and of other tuples."""
-    values = {
-        ast.unparse(node.targets[0]): node.value for node in ast.parse(read("noxfile.py")).body if isinstance(node, ast.Assign)
-    }
+    values = {ast.unparse(n.targets[0]): n.value for n in ast.parse(read("noxfile.py")).body if isinstance(n, ast.Assign)}
     found: list[str] = []
     for each in getattr(values[name], "elts", []):
         found += constant(ast.unparse(each.value)) if isinstance(each, ast.Starred) else [ast.literal_eval(each)]

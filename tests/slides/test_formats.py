@@ -200,9 +200,7 @@ def test_the_files_of_a_slide_are_those_whose_change_changes_it(tmp_path: Path, 
         "slide2vec": ["features/a.meta.json", "tiles/a.coordinates.npz"],
         "slideflow": ["features/a.index.npz"],
     }
-    assert files_beside(path, folder) == [
-        tmp_path / name for name in expected.get(tool.removesuffix("_pt").removesuffix("_npz"), [])
-    ]
+    assert files_beside(path, folder) == [tmp_path / n for n in expected.get(tool.removesuffix("_pt").removesuffix("_npz"), [])]
     assert files_beside(tmp_path / "none.h5", tmp_path) == []
 
 
@@ -332,9 +330,7 @@ def test_what_is_missing_or_wrong_is_said(tmp_path: Path) -> None:
     refused("coordinates must be as many as embeddings=53, got 52: one of the two is half written", coords=coords[:-1].numpy())
     refused("has no tiles: embeddings of shape (0, 7)", features=x[:0].numpy(), coords=coords[:0].numpy())
     refused("has no tiles: embeddings of shape (0,)", features=x[0, :0].numpy())
-    refused(
-        "embeddings must have shape (N, C), got (2, 53, 7): regions of tiles", features=x.expand(2, TILES, tools.IN_CHANS).numpy()
-    )
+    refused("embeddings must have shape (N, C), got (2, 53, 7): regions", features=x.expand(2, TILES, tools.IN_CHANS).numpy())
     refused("embeddings must be (N, C) and coordinates (N, 2), got (53, 7) and (53, 3)", coords=np.zeros((TILES, 3), np.int64))
     refused("coordinates must be whole pixels, got others", coords=coords.numpy() + 0.5)
     refused("features must be of float64, float32, bfloat16, float16, got int64", features=x.long().numpy())

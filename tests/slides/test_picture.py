@@ -70,14 +70,8 @@ def test_the_scale_ends_at_the_smallest_weight_and_says_what_it_shows() -> None:
 @pytest.mark.parametrize("cells", [(1, 1), (1, 300), (300, 1)])
 def test_few_tiles_and_strips_fill_their_panel(cells: tuple[int, int]) -> None:
     coords = torch.cartesian_prod(*(torch.arange(count) for count in cells)) * SIDE
-    figure = draw_slide_map(
-        torch.rand(len(coords)) + 0.1,
-        coords,
-        tile_size=SIDE,
-        query=0,
-        title=f"{NAME}: what tile 5 reads",
-        titles=["layer 11, mean of heads"],
-    )
+    options = {"title": f"{NAME}: what tile 5 reads", "titles": ["layer 11, mean of heads"]}
+    figure = draw_slide_map(torch.rand(len(coords)) + 0.1, coords, tile_size=SIDE, query=0, **options)
     assert max(image(figure).shape) <= max(cells) * FINEST
     assert (image(figure)[..., 3] == 1.0).all()
     figure.canvas.draw()
@@ -115,16 +109,8 @@ def test_a_thumbnail_lies_underneath_in_the_same_places(tmp_path: Path) -> None:
     imsave(tmp_path / "thumbnail.png", picture)
     coords = torch.tensor([[0.0, 0.0], [4 * SIDE, 2 * SIDE]])
     slide_size = (8 * SIDE, 4 * SIDE)
-    figure = draw_slide_map(
-        torch.tensor([0.5, 1.0]),
-        coords,
-        tmp_path / "map.png",
-        tile_size=SIDE,
-        thumbnail=tmp_path / "thumbnail.png",
-        slide_size=slide_size,
-        query=1,
-        title="a slide, $5",
-    )
+    options = {"thumbnail": tmp_path / "thumbnail.png", "slide_size": slide_size, "query": 1, "title": "a slide, $5"}
+    figure = draw_slide_map(torch.tensor([0.5, 1.0]), coords, tmp_path / "map.png", tile_size=SIDE, **options)
     assert figure.axes[0].images[0].get_extent() == [0, *slide_size, 0]
     np.testing.assert_allclose(at(figure, 1, 1.5 * SIDE)[:3], (0.5, 0.25, 1.0), atol=0.01)
     assert at(figure, SIDE / 2, SIDE / 2, layer=1)[3] == pytest.approx(0.65)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,6 @@ def write_slide2vec(folder: Path, name: str, x: Tensor, coords: Tensor, suffix: 
     return path
 
 
-def write_slide2vec_npz(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
-    return write_slide2vec(folder, name, x, coords, ".npz")
-
-
 def write_plain(folder: Path, name: str, x: Tensor, coords: Tensor, suffix: str = ".pt", key: str = "tile_embeds") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}{suffix}"
@@ -163,14 +160,14 @@ WRITERS: dict[str, Callable[[Path, str, Tensor, Tensor], Path]] = {
     "clam": write_clam,
     "clam_pt": write_clam_pt,
     "slide2vec": write_slide2vec,
-    "slide2vec_npz": write_slide2vec_npz,
+    "slide2vec_npz": partial(write_slide2vec, suffix=".npz"),
     "lazyslide": write_lazyslide,
     "stamp": write_stamp,
     "mussel": write_mussel,
     "slideflow": write_slideflow,
     "pt": write_plain,
-    "npz": lambda folder, name, x, coords: write_plain(folder, name, x, coords, ".npz", "embeddings"),
-    "h5": lambda folder, name, x, coords: write_plain(folder, name, x, coords, ".h5", "features"),
+    "npz": partial(write_plain, suffix=".npz", key="embeddings"),
+    "h5": partial(write_plain, suffix=".h5", key="features"),
 }
 NEEDS_SIZE = {"stamp", "slideflow"}  # to give pixels of level 0
 # What says how large a tile is at level 0, and at which magnification it was embedded.

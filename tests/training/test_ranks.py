@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import flexdilated
-from flexdilated import DilatedPattern, LongNetConfig
+from flexdilated import LongNetConfig
 from flexdilated.training import distributed
 from flexdilated.training.checkpoint import STATE_FILE, latest
 from flexdilated.training.options import UserError
@@ -217,9 +217,7 @@ for ending in ("sys.exit(0)", "sys.exit(3)", "raise ValueError('planted')"):
     assert result.stderr.count("Traceback") == result.stderr.count("ValueError: planted") == 1
 
 
-CONFIG = LongNetConfig(
-    vocab_size=256, embed_dim=24, num_layers=1, num_heads=2, pattern=DilatedPattern((13, 26), (1, 2)), dropout_p=0.1
-)
+CONFIG = LongNetConfig(**{**vars(runs.CONFIG), "num_layers": 1, "attention_dropout_p": 0.0})
 
 PLAIN = LongNetConfig(**{**vars(CONFIG), "dropout_p": 0.0})
 

@@ -79,9 +79,7 @@ def check_parameters(model: nn.Module, whole: nn.Module, tolerance: dict[str, fl
     expected = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
-        torch.testing.assert_close(
-            parameter.full_tensor(), expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(parameter.full_tensor(), expected[name], **tolerance, msg=lambda t, name=name: f"{name}: {t}")
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

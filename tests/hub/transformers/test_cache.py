@@ -58,14 +58,11 @@ def test_sequences_are_selected_and_repeated() -> None:
     expected, cache = model(tokens, use_cache=False).logits, DilatedCache()
     decode(model, tokens[:, :14], cache, [14])
     cache.batch_select_indices(torch.tensor([2, 0]))
-    torch.testing.assert_close(
-        model(tokens[[2, 0], 14:17], past_key_values=cache, use_cache=True).logits, expected[[2, 0], 14:17], **EXACT
-    )
+    given = {"past_key_values": cache, "use_cache": True}
+    torch.testing.assert_close(model(tokens[[2, 0], 14:17], **given).logits, expected[[2, 0], 14:17], **EXACT)
     cache.batch_repeat_interleave(2)
     rows = [2, 2, 0, 0]
-    torch.testing.assert_close(
-        model(tokens[rows, 17:20], past_key_values=cache, use_cache=True).logits, expected[rows, 17:20], **EXACT
-    )
+    torch.testing.assert_close(model(tokens[rows, 17:20], **given).logits, expected[rows, 17:20], **EXACT)
     cache.reset()
     assert cache.get_seq_length() == 0
     torch.testing.assert_close(decode(model, tokens[rows], cache, [14, 9]), expected[rows], **EXACT)

@@ -54,9 +54,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 def check_gradients(model: Any, expected: dict[str, Tensor], reduce: Any, tolerance: Any = EXACT) -> None:
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            reduce(parameter.grad), expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(reduce(parameter.grad), expected[name], **tolerance, msg=lambda t, name=name: f"{name}: {t}")
 
 
 def summed(gradient: Tensor) -> Tensor:

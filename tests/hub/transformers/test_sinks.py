@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from flexdilated.hub import transformers as hub  # noqa: E402
 
-HEADS, KV_HEADS = 6, 2
+HEADS = 6
 
 
 def gpt_oss(pattern: DilatedPattern | None) -> Any:
@@ -60,9 +60,7 @@ def layer(pattern: DilatedPattern) -> Any:
 
 
 def draw() -> tuple[Tensor, ...]:
-    q, k, v = (
-        torch.randn(models.BATCH, h, models.TOKENS, 8, dtype=torch.float64, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    q, k, v = (torch.randn(models.BATCH, h, models.TOKENS, 8, dtype=torch.float64, requires_grad=True) for h in (HEADS, 2, 2))
     return q, k, v, (2 * torch.randn(HEADS, dtype=torch.float64)).requires_grad_()
 
 
