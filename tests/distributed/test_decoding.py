@@ -526,9 +526,8 @@ def check_generation_in_another_dtype(mesh: DeviceMesh, local: Tensor, shards: t
 def test_tokens_that_ranks_do_not_share_are_refused(rank: int, mesh: DeviceMesh) -> None:
     """Tokens that are said to be all of them, and are not the same: shards without their lengths, or drawn by each rank."""
     torch.manual_seed(0)
-    model = (
-        LongNetLM(LongNetConfig(vocab_size=29, embed_dim=12, num_layers=2, num_heads=3, pattern=LONGNET), mesh=mesh).double().eval()
-    )
+    config = LongNetConfig(vocab_size=29, embed_dim=12, num_layers=2, num_heads=3, pattern=LONGNET)
+    model = LongNetLM(config, mesh=mesh).double().eval()
     tokens = torch.randint(29, (2, 24))
     caches = model.make_caches(2, max_length=40, mesh=mesh)
     own = tokens[:, 12 * rank : 12 * rank + 12]

@@ -109,17 +109,14 @@ def test_dtensors_of_empty_parts_and_documents(ranks: Ranks, placements: list[Pl
 
 
 # Every rank traces the same graph, whatever their number: two are enough, and two axes of two.
-COMPILED = [
-    pytest.param(2, TOKENS, "plain", id="tokens-2_ranks"),
-    pytest.param(4, [Shard(2), Shard(1)], "plain", id="heads_tokens-4_ranks"),
-]
+COMPILED = [pytest.param(2, TOKENS, id="tokens-2_ranks"), pytest.param(4, [Shard(2), Shard(1)], id="heads_tokens-4_ranks")]
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "placements", "masking"), COMPILED, indirect=["ranks"])
-def test_compiled_dtensors_give_what_their_whole_gives(ranks: Ranks, placements: list[Placement], masking: str | None) -> None:
-    ranks.run(check_dtensors, dtensor_case(ignored=0.2 if masking else None), placements, masking, "auto", True)
+@pytest.mark.parametrize(("ranks", "placements"), COMPILED, indirect=["ranks"])
+def test_compiled_dtensors_give_what_their_whole_gives(ranks: Ranks, placements: list[Placement]) -> None:
+    ranks.run(check_dtensors, dtensor_case(ignored=0.2), placements, "plain", "auto", True)
 
 
 def check_heads_beside_tokens(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) -> None:
@@ -188,11 +185,7 @@ def test_dtensors_that_ranks_would_count_apart_are_refused(rank: int, mesh: Devi
     q = torch.randn(size, 12 * size, 2, 4)
     batch, replicated = (scattered(q, mesh, [place]) for place in (Shard(0), Replicate()))
     slopes, borders = torch.randn(size), torch.tensor([0, 12 * size])
-    functions: list[dict[str, Any]] = [
-        {"score_mod": lambda s, b, h, i, j: s + slopes[b]},
-        {"mask_mod": lambda b, h, i, j: slopes[b] > 0},
-    ]
-    for options in functions:
+    for options in ({"score_mod": lambda s, b, h, i, j: s + slopes[b]}, {"mask_mod": lambda b, h, i, j: slopes[b] > 0}):
         with pytest.raises(NotImplementedError, match="must be None for DTensors sharded on the batch, got a function"):
             dilated_attention(batch, batch, batch, pattern, **options)
     single = scattered(q[:1], mesh, [Shard(0)])  # all ranks but one hold no sequence

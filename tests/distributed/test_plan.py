@@ -463,10 +463,8 @@ def test_choice_is_whole_heads_for_a_segment_of_many_ranks_gather_for_two_or_non
 @pytest.mark.parametrize(("pattern", "num_ranks"), [("longnet", 64), ("gigapath", 8), ("interleaved", 8), ("gigapath", 2)])
 def test_choice_by_bounds_is_that_by_exact_rows(pattern: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = 1 << 16
-    given = {
-        "longnet": DilatedPattern.longnet(),
-        "gigapath": replace(DilatedPattern.gigapath(max_wsi_size=65536), zero_padding=False),
-    }
+    gigapath = replace(DilatedPattern.gigapath(max_wsi_size=65536), zero_padding=False)
+    given = {"longnet": DilatedPattern.longnet(), "gigapath": gigapath}
     given["interleaved"] = replace(given["gigapath"], offsets="interleaved")
     for is_causal in (False, True):
         plan = plan_of(given[pattern], tokens, num_ranks, 8, is_causal=is_causal)

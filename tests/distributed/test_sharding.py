@@ -206,11 +206,7 @@ OF_BATCHES: list[tuple[object, dict[str, int], type[Exception], str]] = [
 REFUSED: list[tuple[Callable[[DeviceMesh], object], type[Exception], str]] = [
     (lambda _: even_shard_lengths(-1, 2), ValueError, r"num_tokens must be at least 0, got -1$"),
     (lambda _: even_shard_lengths(7, 0), ValueError, r"num_ranks must be at least 1, got 0$"),
-    (
-        lambda mesh: shard_sequence(X, mesh),
-        ValueError,
-        r"num_tokens must be a multiple of the ranks of mesh=3, got 7; give shard_lengths, as \(3, 2, 2\)$",
-    ),
+    (lambda mesh: shard_sequence(X, mesh), ValueError, r"num_tokens must be a multiple of the ranks of mesh=3, got 7; give"),
     *(
         (lambda mesh, lengths=lengths: shard_sequence(X, mesh, shard_lengths=lengths), error, f"shard_lengths must {text}")
         for lengths, error, text in (
@@ -233,12 +229,8 @@ REFUSED: list[tuple[Callable[[DeviceMesh], object], type[Exception], str]] = [
     (lambda mesh: gather_tokens(X[..., 0], FIRST, mesh), ValueError, r"x_local must have shape \(B, n, E\), got \(2, 7\)$"),
     (lambda mesh: gather_tokens(X, FIRST[:, None], mesh), ValueError, r"positions must have shape \(B,\)=\(2,\), got \(2, 1\)$"),
     *(
-        (
-            lambda mesh, positions=positions: gather_tokens(X, positions, mesh),
-            TypeError,
-            rf"positions must be an int64 or int32 tensor, got {got}$",
-        )
-        for positions, got in (([0, 0], "list"), (FIRST.double(), "torch.float64"), (FIRST.bool(), "torch.bool"))
+        (lambda mesh, at=at: gather_tokens(X, at, mesh), TypeError, rf"positions must be an int64 or int32 tensor, got {got}$")
+        for at, got in (([0, 0], "list"), (FIRST.double(), "torch.float64"), (FIRST.bool(), "torch.bool"))
     ),
     *(
         (lambda mesh, at=at: gather_tokens(X, FIRST + at, mesh), RuntimeError, r".*positions must be in \[0, N=21\), got others")
@@ -252,11 +244,7 @@ REFUSED: list[tuple[Callable[[DeviceMesh], object], type[Exception], str]] = [
     (lambda _: group_of("cp"), TypeError, r"mesh must be a DeviceMesh, got str$"),
     (lambda _: group_of(DeviceMesh("cpu", [0, 2])), ValueError, r"mesh must hold this rank, got rank 1 and ranks \[0, 2\]$"),
     (lambda _: group_of(DeviceMesh("cpu", [1, 0])), ValueError, r"mesh must list its ranks in ascending order, got \[1, 0\]$"),
-    (
-        lambda _: group_of(DeviceMesh("cpu", [[0, 1, 2]])),
-        ValueError,
-        r"mesh must be 1-D, got dims None of sizes \(1, 3\); give one axis$",
-    ),
+    (lambda _: group_of(DeviceMesh("cpu", [[0, 1, 2]])), ValueError, r"mesh must be 1-D, got dims None of sizes \(1, 3\); give"),
     (
         lambda _: shard_sequence(torch.zeros(2, 6), init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "cp"))),
         ValueError,

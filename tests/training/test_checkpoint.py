@@ -29,11 +29,10 @@ def test_resume_refuses_a_missing_or_damaged_checkpoint(tmp_path: Path, text: Pa
     trainer.run(lambda _: None)
     whole = contents(trainer.folder)
     state, tensors = (next(name for name in whole if name.endswith(end)) for end in (checkpoint.STATE_FILE, ".safetensors"))
-    bad = {
-        tensors: (None, b"", whole[tensors][:-1]),
-        state: (None, b"", whole[state][:-1], b"[]", b"{}", b'{"identity": 3}', b"\xff"),
-    }
-    for name, found in bad.items():
+    for name, found in (
+        (tensors, (None, b"", whole[tensors][:-1])),
+        (state, (None, b"", whole[state][:-1], b"[]", b"{}", b'{"identity": 3}', b"\xff")),
+    ):
         for content in found:
             path = trainer.folder / name
             path.unlink() if content is None else path.write_bytes(content)

@@ -104,9 +104,8 @@ def test_training_equals_one_process(rank: int, mesh: DeviceMesh, tmp_path: Path
         assert all(not torch.equal(x, y) for x, y in zip(whole.parameters(), start.parameters()))
         # What is saved is a model of one process.
         state = accelerator.get_state_dict(sharded)
-        accelerator.unwrap_model(sharded).save_pretrained(
-            tmp_path / name, state_dict=state, is_main_process=rank == 0, save_function=accelerator.save
-        )
+        options = {"is_main_process": rank == 0, "save_function": accelerator.save}
+        accelerator.unwrap_model(sharded).save_pretrained(tmp_path / name, state_dict=state, **options)
         accelerator.wait_for_everyone()
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert type(loaded) is type(whole)

@@ -204,16 +204,6 @@ def test_longnet_token_embeddings_can_be_resized(tmp_path: Path, tied: bool) -> 
     torch.testing.assert_close(logits, model(torch.tensor([[258, 3]])).logits, rtol=0, atol=0)
 
 
-def test_longnet_loads_by_device_map_and_torch_dtype(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="device_map needs accelerate")
-    model, tokens = longnet().bfloat16(), torch.randint(256, (BATCH, TOKENS))
-    model.save_pretrained(tmp_path)
-    for options in ({"device_map": "auto"}, {"device_map": {"model": "cpu"}, "torch_dtype": torch.bfloat16}):
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-        assert loaded.dtype == torch.bfloat16
-        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
-
-
 def test_longnet_computed_again_in_the_backward_has_the_same_gradients() -> None:
     model, tokens = longnet().train(), torch.randint(256, (BATCH, TOKENS))
     _, expected = run(model, input_ids=tokens)

@@ -92,16 +92,6 @@ class _Logits:
         return output
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["Mistral", "Gemma3Text"])
-def test_documents_are_packed_inside_a_window_that_holds_them_all(name: str) -> None:
-    model, lengths = build(name, TOKENS), [9, 14]
-    tokens, positions = draw_tokens(1), torch.cat([torch.arange(n) for n in lengths])[None]
-    expected = torch.cat([model(part).last_hidden_state for part in tokens.split(lengths, dim=1)], dim=1)
-    out = model(tokens, position_ids=positions, use_cache=False).last_hidden_state
-    torch.testing.assert_close(out, expected, **SINGLE)
-
-
 def test_windows_among_other_masks_are_refused() -> None:
     sizes = {"batch_size": 3, "q_length": TOKENS, "kv_length": TOKENS}
     for window in (7, TOKENS - 1):
