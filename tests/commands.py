@@ -19,6 +19,13 @@ def invoke(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def refused(*arguments: object) -> str:
+    """The one line by which a command refuses, without `error: `."""
+    code, out, err = invoke(*arguments)
+    assert (code, out, err.count("\n"), err[:7]) == (2, "", 1, "error: "), err
+    return err[7:]
+
+
 def invoke_ranks(
     num_ranks: int, folder: Path, *arguments: object, prepare: Callable[[int], None] | None = None, ending: Collection[int] = ()
 ) -> list[tuple[int, str, str]]:
@@ -27,11 +34,7 @@ def invoke_ranks(
     The ranks find in their environment what torchrun puts there, but are processes of ours, which need not import torch one by
     one. The ends of their processes are not those of the command; what torchrun itself does, tests/training/test_ranks.py shows.
 
-    Args:
-        num_ranks: Processes.
-        folder: The working directory, and for the ranks to find each other.
-        prepare: Called with the rank on each of them first; a function at the top of a module, or a partial of one.
-        ending: Ranks whose process must end in the command; they give None.
+    `folder` is the working directory. `prepare(rank)` is called first. The processes of ranks in `ending` must end, and give None.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # torchrun's, which no rank takes with it
     with Ranks(num_ranks, folder, timeout=None) as ranks:

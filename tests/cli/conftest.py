@@ -11,13 +11,11 @@ from tests.slides.tools import DEPTH, EMBED, IN_CHANS, SIZES
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An architecture of this name."""
     monkeypatch.setitem(ARCHITECTURES, "tiny", Architecture(EMBED, DEPTH))
 
 
 @pytest.fixture
 def weights(tmp_path: Path, tiny: None) -> Path:
-    """Of `tiny`, with biases and gains that differ from zeros and ones."""
     model = create_model(None, "tiny", IN_CHANS, **SIZES)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)

@@ -1,12 +1,10 @@
 """`flexdilated choose`: the lines, the picture, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from tests.commands import invoke
+from tests.commands import invoke, refused
 
 
 def test_prints_lines_of_python_with_sentences_and_addresses() -> None:
@@ -46,7 +44,4 @@ def test_budget_is_a_share_of_dense_attention(budget: str, tmp_path: Path) -> No
     ],
 )
 def test_refuses_in_one_line(arguments: tuple[object, ...], message: str) -> None:
-    code, out, err = invoke("choose", "--tokens", 9, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {message}")
-    assert err.count("\n") == 1
+    assert refused("choose", "--tokens", 9, *arguments).startswith(message)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from flexdilated.cli import doctor, selfcheck
 from flexdilated.cli.options import DTYPES
 from flexdilated.cli.selfcheck import QUANTITIES, Candidate
 from flexdilated.core.hardware import detect
-from tests.commands import invoke
+from tests.commands import invoke, refused
 from tests.hardware import simulate
 
 
@@ -37,7 +37,6 @@ def no_interpreter() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """The long cases with 97 of their 1,200 tokens, which take most of the time."""
     cases = [dataclasses.replace(case, num_tokens=min(case.num_tokens, 97)) for case in selfcheck._cases()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selfcheck, "_cases", lambda: cases)
@@ -48,7 +47,6 @@ def report() -> dict[str, Any]:
 
 @pytest.fixture
 def no_long_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the calls of 1,200 tokens."""
     short = [case for case in selfcheck._cases() if case.num_tokens < 100]
     monkeypatch.setattr(selfcheck, "_cases", lambda: short)
 
@@ -166,32 +164,23 @@ def test_doctor_passes_its_checks_on_cuda() -> None:
     assert {"efficient", "math"} <= {row["kernel"] for row in json.loads(text)["checks"]}
 
 
-# -- wrong numbers ------------------------------------------------------------------------------------------------------------
-
-
 def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     attend = selfcheck.dilated_attention
     monkeypatch.setattr(selfcheck, "DTYPES", {"float32": torch.float32})
     monkeypatch.setattr(selfcheck, "dilated_attention", lambda *args, **kwargs: change(attend, *args, **kwargs))
 
 
-def scaled_output(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    out, lse = attend(*args, **kwargs)
-    return out * 1.001, lse
-
-
-def empty_rows_of_zero(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    out, lse = attend(*args, **kwargs)
-    return out, lse.masked_fill(lse == -math.inf, 0.0)
-
-
 def constant_keys(attend: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return attend(q, k.detach() + 0.0 * k, v, *args, **kwargs)
 
 
-def nan(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    out, lse = attend(*args, **kwargs)
-    return out * math.nan, lse
+def changed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
+    return lambda attend, *args, **kwargs: change(*attend(*args, **kwargs))
+
+
+scaled_output = changed(lambda out, lse: (out * 1.001, lse))
+empty_rows_of_zero = changed(lambda out, lse: (out, lse.masked_fill(lse == -math.inf, 0.0)))
+nan = changed(lambda out, lse: (out * math.nan, lse))
 
 
 @pytest.mark.usefixtures("no_long_cases")
@@ -228,9 +217,6 @@ def test_doctor_reports_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(text)["checks"][0]["worst"]["out"] is None
 
 
-# -- the parts ----------------------------------------------------------------------------------------------------------------
-
-
 def test_reasons_are_told_once_with_what_they_hold_for() -> None:
     flash = Candidate("sdpa", "flash")
     assert doctor._why(doctor._reasons(flash, simulate("cpu"))) == "it runs on CUDA only"
@@ -243,12 +229,6 @@ def test_reasons_are_told_once_with_what_they_hold_for() -> None:
     ]
 
 
-# -- what it refuses ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("arguments", [("--device", "bogus"), ("--device", "cuda:99", "--json")])
 def test_doctor_rejects_an_absent_device(arguments: tuple[str, ...]) -> None:
-    code, out, err = run(*arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: --device must be a device that torch can use here, got '{arguments[1]}': ")
-    assert err.count("\n") == 1
+    assert refused("doctor", *arguments).startswith(f"--device must be a device that torch can use here, got '{arguments[1]}': ")

@@ -13,7 +13,7 @@ from flexdilated.analysis.strategies import Layer, layer_plan, memory
 from flexdilated.cli.plan import LABELS, MOST_ELEMENTS
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import EXCHANGES
-from tests.commands import invoke
+from tests.commands import invoke, refused
 
 PATTERN = ("--segment-lengths", "7,13,31", "--dilation-rates", "1,2,5", "--offsets", "interleaved")
 SIZES = ("--heads", 12, "--kv-heads", 4, "--head-dim", 5, "--dtype", "float64", "--causal")
@@ -98,10 +98,7 @@ REFUSED = [
     (("--output", "plan.pdf"), "--output must end in .png, got 'plan.pdf'"),
     (("--preset", "longnet", "--segment-lengths", "4"), "--preset must come without --segment-lengths and --dilation-rates, got "),
     (("--context-parallel", 4097), "Invalid value for '--context-parallel': "),
-    (
-        ("--head-dim", 2**55),
-        f"--tokens must be such that q holds at most {2**55} elements, got {64 * 12 * 2**55} with --batch-size=1",
-    ),
+    (("--head-dim", 2**55), f"--tokens must be such that q holds at most {2**55} elements, got {64 * 12 * 2**55} with"),
     (("--batch-size", 10**19), f"--tokens must be such that q holds at most {2**55} elements, got "),
     (("--tokens", 10**19), f"--tokens must be such that q holds at most {2**55} elements, got "),
     (("--segment-lengths", "4,x"), "Invalid value for '--segment-lengths': must be integers separated by commas, got '4,x'"),
@@ -114,10 +111,7 @@ REFUSED = [
 def test_plan_refuses_in_one_line(changes: tuple[object, ...], message: str) -> None:
     base: dict[object, object] = {"--tokens": 64, "--context-parallel": 2}
     base |= dict(zip(changes[::2], changes[1::2]))
-    code, out, err = invoke("plan", *(x for pair in base.items() for x in pair))
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {message}"), err
-    assert err.count("\n") == 1
+    assert refused("plan", *(x for pair in base.items() for x in pair)).startswith(message)
 
 
 def test_numbers_of_bytes_are_exact_at_the_largest_size() -> None:

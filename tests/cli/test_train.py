@@ -1,7 +1,5 @@
 """The training command: what it writes, how it goes on, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -54,7 +52,6 @@ def test_train_writes_goes_on_and_begins_anew(tmp_path: Path, text: Path) -> Non
 
 @pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) -> None:
-    """Of other text, longer sequences and another pattern; held out at once what the other run ended with."""
     assert train(tmp_path / "first", text)[0] == 0
     weights = f"--weights={tmp_path / 'first' / 'dilated'}"
     code, out, err = train(tmp_path / "same", text, weights, "--learning-rate=0", "--steps=1")
@@ -74,7 +71,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) ->
 
 
 @pytest.mark.parametrize(("held", "tokens", "used"), [(0.75, 48, 0.75), (0.75, 64, 1.0)])
-def test_a_run_keeps_the_decay_of_positions_that_its_weights_learnt_unless_sequences_are_too_long(
+def test_a_run_keeps_the_decay_of_its_weights_for_sequences_as_short(
     tmp_path: Path, text: Path, held: float, tokens: int, used: float
 ) -> None:
     LongNetLM(dataclasses.replace(CONFIG, scale_base=held)).save_pretrained(tmp_path / "weights")
@@ -107,8 +104,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, text: Path, change:
     if change is None:
         (tmp_path / "weights" / "model.safetensors").write_bytes(b"1234567890")
     code, _, err = train(tmp_path / "run", text, f"--weights={tmp_path / 'weights'}")
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith(f"error: {message}")
+    assert (code, err.count("\n"), err.startswith(f"error: {message}")) == (2, 1, True), err
 
 
 @pytest.mark.parametrize(
@@ -125,7 +121,5 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, text: Path, change:
 )
 def test_train_refuses_with_one_line_and_exit_code_2(tmp_path: Path, text: Path, arguments: list[str], message: str) -> None:
     code, _, err = train(tmp_path / "run", text, *arguments)
-    assert code == 2
-    assert err.startswith(f"error: {message}")
-    assert err.count("\n") == 1
+    assert (code, err.count("\n"), err.startswith(f"error: {message}")) == (2, 1, True), err
     assert checkpoint.latest(tmp_path / "run" / "dilated") is None

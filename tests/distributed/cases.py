@@ -1,7 +1,5 @@
 """Random attentions over shards, what they must give, and what a rank does with them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,11 +34,9 @@ class ShardedCase(Case):
         object.__setattr__(self, "scale", self.head_dim**-0.5 if self.scale is None else self.scale)
 
     def named(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """q, k, v, dout and dlse of the whole sequence."""
         return dict(zip(("q", "k", "v", "dout", "dlse"), self.tensors(dtype), strict=True))  # type: ignore[arg-type]
 
     def mask(self) -> Tensor | None:
-        """The key padding mask of the whole sequence."""
         return self.options().get("key_padding_mask")
 
     def documents(self) -> tuple[tuple[int, int], ...]:
@@ -78,25 +74,11 @@ def random_case(seed: int, num_ranks: int, *, longest: int = 90) -> ShardedCase:
     if rng.random() < 0.35:
         borders = (0, *sorted(rng.randint(0, tokens) for _ in range(rng.randint(1, 3))), tokens)
     cuts = [0, *sorted(rng.randint(0, tokens) for _ in range(num_ranks - 1)), tokens]
-    batch, kv_heads, group = (
-        1 if borders else rng.choice([1, 2]),
-        max(rng.randint(1, 4), least_heads(pattern)),
-        rng.choice([1, 1, 2]),
-    )
-    head_dim = rng.choice([1, 3, 4])
-    return ShardedCase(
-        unshifted(pattern),
-        shard_lengths=tuple(b - a for a, b in pairwise(cuts)),
-        batch=batch,
-        kv_heads=kv_heads,
-        group=group,
-        head_dim=head_dim,
-        is_causal=rng.random() < 0.5,
-        ignored=0.3 if rng.random() < 0.35 else None,
-        borders=borders,
-        scale=rng.choice([1.0, 1.0, -0.7, 0.0]) * head_dim**-0.5,
-        seed=seed,
-    )
+    options: dict[str, Any] = {"batch": 1 if borders else rng.choice([1, 2]), "borders": borders, "seed": seed}
+    options |= {"kv_heads": max(rng.randint(1, 4), least_heads(pattern)), "group": rng.choice([1, 1, 2])}
+    options |= {"head_dim": rng.choice([1, 3, 4]), "is_causal": rng.random() < 0.5, "ignored": 0.3 if rng.random() < 0.35 else None}
+    options |= {"scale": rng.choice([1.0, 1.0, -0.7, 0.0]) * options["head_dim"] ** -0.5}
+    return ShardedCase(unshifted(pattern), shard_lengths=tuple(b - a for a, b in pairwise(cuts)), **options)
 
 
 def cut(size: int, **options: Any) -> ShardedCase:
@@ -112,7 +94,6 @@ def expected_of(case: ShardedCase) -> dict[str, Tensor]:
 
 
 def arguments(case: ShardedCase, rank: int, mesh: DeviceMesh, **options: Any) -> dict[str, Any]:
-    """The keyword arguments of this rank's call."""
     mask = case.mask()
     is_even = len(set(case.shard_lengths)) == 1
     return {
@@ -126,7 +107,6 @@ def arguments(case: ShardedCase, rank: int, mesh: DeviceMesh, **options: Any) ->
 
 
 def shards(case: ShardedCase, rank: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v and dout of this rank: views, as the caller may hold them."""
     given = case.named(dtype)
     return [given[name][:, case.shard(rank)] for name in ("q", "k", "v", "dout")]
 
@@ -134,7 +114,6 @@ def shards(case: ShardedCase, rank: int, dtype: torch.dtype = torch.float64) -> 
 def results(
     case: ShardedCase, rank: int, mesh: DeviceMesh, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[Tensor, ...]:
-    """`out, lse, dq, dk, dv` of this rank."""
     given = arguments(case, rank, mesh, **options)
     dlse = expected_of(case)["dlse"][:, :, case.shard(rank)].to(accumulated(dtype))
     return differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **given), *shards(case, rank, dtype), dlse)
@@ -148,12 +127,10 @@ def assert_expected(case: ShardedCase, rank: int, actual: tuple[Tensor, ...], **
 
 
 def simple(size: int, **options: Any) -> ShardedCase:
-    """Segments that lie in all shards, none of them empty."""
     return ShardedCase(DilatedPattern((8, 67), (1, 2)), shard_lengths=(11, 13, 7, 5, 3, 9, 2, 4)[:size], **options)
 
 
 def check_sound(case: ShardedCase, rank: int, mesh: DeviceMesh) -> None:
-    """What came before left the group in order."""
     assert_expected(case, rank, results(case, rank, mesh))
 
 

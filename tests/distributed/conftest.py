@@ -9,7 +9,6 @@ from tests.distributed.processes import WORLD_SIZES, Ranks, each_size
 
 @pytest.fixture(scope="session", params=[each_size(size) for size in WORLD_SIZES])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """One set of processes for all tests of a world size."""
     ranks = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.kill()

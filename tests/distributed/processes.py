@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -26,13 +29,8 @@ TIMEOUT = timedelta(seconds=600)  # of a collective: on a busy machine one rank 
 # Descending: pytest gathers the tests of a process set by the place of its parameter, which `at_least` must not move.
 WORLD_SIZES = sorted((int(size) for size in os.environ.get("FLEXDILATED_WORLD_SIZES", "1,2,3,4").split(",")), reverse=True)
 # NCCL refuses two ranks of one host on one GPU: each is a host of its own then, which sockets connect.
-ALONE = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NET": "Socket",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_CUMEM_ENABLE": "0",
-}
+ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+ALONE |= {"NCCL_CUMEM_ENABLE": "0"}
 GRACE = 150.0  # seconds in which a busy machine starts processes, or they tell why they are late
 
 # Ranks are forked from a process that has imported this and done nothing: to import it takes each of them more than a second.
@@ -52,16 +50,7 @@ def run_ranks(
     deadline: float = 900.0,
     timeout: timedelta | None = TIMEOUT,
 ) -> None:
-    """Call `worker(rank, *args)` in one process per rank, and raise what any of them raises.
-
-    Args:
-        worker: A function at the top of a module.
-        world_size: Processes.
-        folder: For the ranks to find each other.
-        args: Picklable.
-        deadline: Seconds after which a rank that is not done prints its stacks and the call fails.
-        timeout: Of their gloo group. None: they have no group, or make it themselves.
-    """
+    """Call `worker(rank, *args)` in processes of their own."""
     with Ranks(world_size, folder, timeout) as ranks:
         ranks.run(_work, worker, args, deadline=deadline)
 
@@ -76,11 +65,8 @@ class Ranks:
     After a case that fails, or is not done in time, the processes are killed, and the next case gets others. They end in no other
     way: a group's destructor waits for threads that may wait for the interpreter, and so may a process at its end.
 
-    Args:
-        world_size: Processes.
-        folder: For the ranks to find each other.
-        timeout: Of the group. None: no group, and cases get None for a mesh.
-        device: Of the mesh: "cuda" gives each rank a GPU of its own, if there are as many, and a group of NCCL.
+    Without a timeout there is no group, and cases get None for a mesh. The device "cuda" gives each rank a GPU of its own, if there
+    are as many, and a group of NCCL.
     """
 
     def __init__(self, world_size: int, folder: Path, timeout: timedelta | None = TIMEOUT, device: str = "cpu") -> None:
@@ -97,16 +83,10 @@ class Ranks:
         self.kill()
 
     def run(self, case: Callable[..., Any], *args: Any, deadline: float = 900.0, ending: Collection[int] = ()) -> list[Any]:
-        """What `case(rank, mesh, *args)` gives on each rank; `mesh` is 1-D and holds all ranks.
+        """What `case(rank, mesh, *args)` gives on each rank, in `deadline` seconds; `case` is at the top of a module.
 
-        Args:
-            case: A function at the top of a module.
-            args: Picklable.
-            deadline: Seconds.
-            ending: Ranks whose process must end in the case; they give None.
-
-        Raises:
-            AssertionError: If a rank raises, ends or is late: the rank and its traceback, or the stacks of its threads, of each.
+        The processes of the ranks in `ending` must end, and give None. An AssertionError has the traceback of each rank that
+        raises, and the stacks of each that is late.
         """
         if not self._processes:
             self._start()
@@ -147,7 +127,6 @@ class Ranks:
         return [answers[rank] for rank in range(self.world_size)]
 
     def kill(self) -> None:
-        """End the processes; the next case starts others."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -205,9 +184,8 @@ def _serve(
             connection.send_bytes(pickle.dumps(answer))
 
 
-def at_least(least: int) -> pytest.MarkDecorator:
-    """The world sizes of a test that needs so many ranks."""
-    return pytest.mark.parametrize("ranks", [each_size(size) for size in WORLD_SIZES if size >= least], indirect=True)
+def at_least(least: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    return exactly(*(size for size in WORLD_SIZES if size >= least))
 
 
 def each_size(size: int) -> Any:
@@ -215,12 +193,30 @@ def each_size(size: int) -> Any:
     return pytest.param(size, id=f"{size}_ranks", marks=pytest.mark.ranks)
 
 
-def exactly(size: int) -> pytest.MarkDecorator:
-    """One world size, whatever the environment asks for."""
-    return pytest.mark.parametrize("ranks", [each_size(size)], indirect=True)
+def exactly(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """These world sizes, whatever the environment asks for. A function of `(rank, mesh, ...)` becomes a test that all ranks run."""
+    mark = pytest.mark.parametrize("ranks", [each_size(size) for size in sizes], indirect=True)
+    return lambda function: mark(_on_ranks(function))
+
+
+def _on_ranks(function: Callable[..., Any]) -> Callable[..., None]:
+    first, *others = inspect.signature(function).parameters.values()
+    if first.name == "ranks":
+        return function
+
+    @functools.wraps(function)
+    def test(ranks: Ranks, **arguments: Any) -> None:
+        ranks.run(_run_by_name, function.__module__, function.__name__, arguments)
+
+    test.__signature__ = inspect.Signature([first.replace(name="ranks"), *others[1:]])  # type: ignore[attr-defined]
+    return test
+
+
+def _run_by_name(rank: int, mesh: DeviceMesh, module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(rank, mesh, **arguments)
 
 
 several = at_least(2)
 _sizes = [size for size in WORLD_SIZES if size > 1]
 # The middle size: for tests that need several ranks, whatever their number.
-one_size = pytest.mark.parametrize("ranks", [each_size(size) for size in _sizes[len(_sizes) // 2 :][:1]], indirect=True)
+one_size = exactly(*_sizes[len(_sizes) // 2 :][:1])

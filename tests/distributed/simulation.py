@@ -1,7 +1,5 @@
 """All ranks of a sharded attention in one process: a thread each, messages through queues."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -28,7 +26,6 @@ class Mail:
             self._news.notify_all()
 
     def ask(self, receiver: int, sender: int) -> int:
-        """The number of the message that a receive which begins now will get."""
         with self._news:
             self._asked[receiver, sender] += 1
             return self._asked[receiver, sender] - 1
@@ -53,25 +50,20 @@ class SimulatedTransport:
         for peer, message in sends.items():
             if message.numel():
                 self._mail.put(peer, self.rank, message.clone())
-        return _Arrival(self._mail, self.rank, receives).wait
-
-
-class _Arrival:
-    def __init__(self, mail: Mail, rank: int, receives: Mapping[int, Tensor]) -> None:
-        self._mail, self._rank = mail, rank
-        self._awaited = [(peer, mail.ask(rank, peer), into) for peer, into in receives.items() if into.numel()]
-        for _, _, into in self._awaited:
+        awaited = [(peer, self._mail.ask(self.rank, peer), into) for peer, into in receives.items() if into.numel()]
+        for _, _, into in awaited:
             into.fill_(torch.nan)  # what nobody sends must not look like an answer
 
-    def wait(self) -> None:
-        for peer, number, into in self._awaited:
-            message = self._mail.take(self._rank, peer, number)
-            assert message.shape == into.shape, (message.shape, into.shape)
-            into.copy_(message)
+        def wait() -> None:
+            for peer, number, into in awaited:
+                message = self._mail.take(self.rank, peer, number)
+                assert message.shape == into.shape, (message.shape, into.shape)
+                into.copy_(message)
+
+        return wait
 
 
 def run_ranks(num_ranks: int, work: Callable[[int], object]) -> list[object]:
-    """What `work(rank)` gives, for all ranks at once; the first error of any is raised."""
     results: list[object] = [None] * num_ranks
     errors: list[BaseException] = []
 

@@ -1,7 +1,5 @@
 """`dilated_attention` over real ranks against the oracle on the whole sequence, with all gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +9,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed.planner.plan import EXCHANGES
-from tests.cases import differentiate, poisoned_memory, unshifted
-from tests.distributed.cases import ShardedCase, arguments, assert_expected, cut, expected_of, random_case, results, shards, simple
-from tests.distributed.processes import WORLD_SIZES, Ranks, exactly, one_size, several
+from tests.cases import differentiate, poisoned_memory
+from tests.distributed.cases import ShardedCase, arguments, assert_expected, cut, expected_of, random_case, results, shards
+from tests.distributed.processes import Ranks, exactly, several
 
-RANDOM_CASES = 14
+RANDOM_CASES = 8
 
 
 def drawn(number: int, size: int) -> tuple[ShardedCase, str]:
-    """A case and its exchange; every fourth has equal shards, which need not be declared."""
+    """A case and its exchange; the last two have equal shards, which need not be declared."""
     case = random_case(7919 * size + number, size)
-    if number % 4 == 3:
+    if number > 5:
         length = -(-case.num_tokens // size)
         borders = case.borders and (*case.borders[:-1], length * size)
         case = replace(case, shard_lengths=(length,) * size, borders=borders)
-    return case, ("auto", *EXCHANGES)[number // 4 % 4]
+    return case, ("auto", *EXCHANGES)[number % 4]
 
 
 def check_oracle(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) -> None:
@@ -38,28 +36,6 @@ def test_ranks_give_what_one_gives_with_all_gradients(ranks: Ranks, number: int)
     ranks.run(check_oracle, *drawn(number, ranks.world_size))
 
 
-@pytest.mark.parametrize("size", [size for size in WORLD_SIZES if size > 1])
-def test_drawn_cases_cover_the_options(size: int) -> None:
-    cases = [drawn(number, size) for number in range(RANDOM_CASES)]
-    moving = [(case, exchange) for case, exchange in cases if not case.plan().is_local]
-    assert {exchange for _, exchange in moving} == {"auto", *EXCHANGES}
-    assert len(moving) > RANDOM_CASES // 3
-    for holds in (
-        lambda case: case.is_causal,
-        lambda case: case.ignored,
-        lambda case: case.borders,
-        lambda case: case.group > 1,
-        lambda case: size == 2 or 0 in case.shard_lengths,  # of two ranks, an empty one leaves nothing to move
-        lambda case: len(set(case.shard_lengths)) == 1,
-        lambda case: case.pattern.zero_padding,
-        lambda case: case.pattern.detach_weights,
-        lambda case: case.pattern.heads == "grouped",
-        lambda case: case.pattern.offsets == "interleaved",
-    ):
-        assert any(holds(case) for case, _ in moving)
-    assert any((case.plan().parts("heads").low > 0).any() for case, exchange in moving if exchange == "heads")
-
-
 @several
 @pytest.mark.parametrize(("exchange", "is_causal"), [("gather", True), ("ring", False), ("heads", True), ("heads", False)])
 def test_every_exchange_moves_queries_too(ranks: Ranks, exchange: str, is_causal: bool) -> None:
@@ -67,21 +43,7 @@ def test_every_exchange_moves_queries_too(ranks: Ranks, exchange: str, is_causal
     ranks.run(check_oracle, case, exchange)
 
 
-@one_size
-@pytest.mark.parametrize(("is_causal", "zero_padding"), [(False, False), (True, True), (True, False)])
-def test_one_head_is_computed_by_several_ranks(ranks: Ranks, is_causal: bool, zero_padding: bool) -> None:
-    """Its queries are dealt to all of them; each gets the keys that these see, and delivers outputs to their owners."""
-    case = simple(ranks.world_size, kv_heads=1, group=1, is_causal=is_causal, ignored=0.2)
-    case = replace(case, pattern=unshifted(replace(case.pattern, zero_padding=zero_padding)))
-    plan = case.plan()
-    parts = plan.parts("heads")
-    parts = parts.where(plan.all_segments.branch[parts.segment] == 1)
-    assert len(parts.executor) == ranks.world_size or ranks.world_size < 3
-    ranks.run(check_oracle, case, "heads")
-
-
 def check_compiled(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) -> None:
-    """By inductor: tests/distributed/test_compiled.py."""
     torch._dynamo.reset()
     given = arguments(case, rank, mesh, exchange=exchange)
     attend = torch.compile(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **given), fullgraph=True, backend="aot_eager")

@@ -1,7 +1,5 @@
 """Calls over ranks in compiled graphs: none is made while a compiler traces, none is left out that gives nothing, and in order."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -21,11 +19,13 @@ from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
 from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
 from flexdilated.distributed.mesh import canonical_mesh
 from flexdilated.distributed.planner import cost_model
-from tests.distributed.processes import Ranks, exactly
+from tests.distributed.processes import exactly
 from tests.tolerances import EXACT
 
 
-def check_compiled_without_tokens(rank: int, mesh: DeviceMesh) -> None:
+@pytest.mark.slow
+@exactly(2)
+def test_calls_of_a_rank_without_tokens_are_compiled(rank: int, mesh: DeviceMesh) -> None:
     """A compiler may leave out what gives nothing: not calls that other ranks wait for, in a forward or a backward."""
     torch._dynamo.reset()
     whole = torch.randn(1, 7, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -51,18 +51,14 @@ def check_compiled_without_tokens(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(x.grad, mesh.size() * cut(y.grad), **EXACT)
 
 
-@pytest.mark.slow
-@exactly(2)
-def test_calls_of_a_rank_without_tokens_are_compiled(ranks: Ranks) -> None:
-    ranks.run(check_compiled_without_tokens)
-
-
 # Between the calls stand products, for which inductor compiles no kernel: that would take most of the time.
 TURN = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64).kron(torch.eye(4, dtype=torch.float64))
 
 
-def check_recomputed(rank: int, mesh: DeviceMesh, backend: str) -> None:
-    """Regions whose forwards, calls included, are made again in the backward of one graph."""
+@pytest.mark.slow
+@exactly(2)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_calls_of_recomputed_regions_are_compiled(rank: int, mesh: DeviceMesh, backend: str) -> None:
     torch._dynamo.reset()
 
     def region(x: Tensor, lengths: tuple[int, ...], borders: Tensor | None, is_one: bool) -> Tensor:
@@ -92,14 +88,8 @@ def check_recomputed(rank: int, mesh: DeviceMesh, backend: str) -> None:
         torch.testing.assert_close(x.grad, shard(y.grad), **EXACT)
 
 
-@pytest.mark.slow
 @exactly(2)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_calls_of_recomputed_regions_are_compiled(ranks: Ranks, backend: str) -> None:
-    ranks.run(check_recomputed, backend)
-
-
-def check_traced(rank: int, mesh: DeviceMesh) -> None:
+def test_tracing_calls_nobody(rank: int, mesh: DeviceMesh) -> None:
     """One rank alone compiles again, behind a call that all have compiled: tracing calls nobody, though it knows the positions."""
     torch._dynamo.reset()
     gather = torch.compile(lambda x: gather_tokens(x.sin(), torch.tensor([3]), mesh).cos(), fullgraph=True, backend="eager")
@@ -108,13 +98,9 @@ def check_traced(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(gather(x.mT.contiguous().mT if rank else x), gather(x), **EXACT)
 
 
+@pytest.mark.slow
 @exactly(2)
-def test_tracing_calls_nobody(ranks: Ranks) -> None:
-    ranks.run(check_traced)
-
-
-def check_compiled_backward(rank: int, mesh: DeviceMesh) -> None:
-    """A compiler that meets the backward alone orders its calls too."""
+def test_backwards_alone_are_compiled_in_order(rank: int, mesh: DeviceMesh) -> None:
     torch._dynamo.reset()
     whole, *grads = torch.randn(5, 1, 43, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     given: dict[str, Any] = {"mesh": mesh, "shard_lengths": (40, 3)}
@@ -138,14 +124,8 @@ def check_compiled_backward(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(x.grad, shard_sequence(y.grad, **given), **EXACT)
 
 
-@pytest.mark.slow
 @exactly(2)
-def test_backwards_alone_are_compiled_in_order(ranks: Ranks) -> None:
-    ranks.run(check_compiled_backward)
-
-
-def check_twice(rank: int, mesh: DeviceMesh) -> None:
-    """The same calls twice in one graph, on a rank that compiles beside one that does not: each makes all."""
+def test_calls_that_look_alike_are_all_compiled(rank: int, mesh: DeviceMesh) -> None:
     torch._dynamo.reset()
     whole = torch.randn(1, 16, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -161,19 +141,15 @@ def check_twice(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(x.grad, shard_sequence(y.grad, mesh), **EXACT)
 
 
-@exactly(2)
-def test_calls_that_look_alike_are_all_compiled(ranks: Ranks) -> None:
-    ranks.run(check_twice)
-
-
 WIDTHS = (16, 512, 1)  # of hidden features: what a kernel needs in memory is what inductor orders kernels by
 
 
-def check_order(rank: int, mesh: DeviceMesh) -> None:
+@pytest.mark.slow
+@exactly(2)
+def test_calls_keep_their_order(rank: int, mesh: DeviceMesh) -> None:
     """Calls that do not depend on each other, over shards of which one is longer: each rank would order them by its own.
 
-    In a region that is made again in the backward: recomputation keeps the state of a generator for operators that draw, which
-    hides them from what orders them.
+    Recomputation keeps the state of a generator for operators that draw, which hides them from what orders them.
     """
     torch._dynamo.reset()
     lengths = even_shard_lengths(403, mesh.size())
@@ -209,13 +185,8 @@ def check_order(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(x.grad, shard(y.grad), **EXACT)
 
 
-@pytest.mark.slow
 @exactly(2)
-def test_calls_keep_their_order(ranks: Ranks) -> None:
-    ranks.run(check_order)
-
-
-def check_regions(rank: int, mesh: DeviceMesh) -> None:
+def test_calls_of_regions_are_refused(rank: int, mesh: DeviceMesh) -> None:
     """Inductor keeps no order of calls in regions, and leaves out regions that give nothing: refused, as every rank hears."""
     torch._dynamo.reset()
     x = torch.randn(1, 13, 2, 8, dtype=torch.float64)
@@ -237,11 +208,7 @@ def check_regions(rank: int, mesh: DeviceMesh) -> None:
 
 
 @exactly(2)
-def test_calls_of_regions_are_refused(ranks: Ranks) -> None:
-    ranks.run(check_regions)
-
-
-def check_equal_meshes(rank: int, mesh: DeviceMesh) -> None:
+def test_modules_share_the_mesh_of_an_axis(rank: int, mesh: DeviceMesh) -> None:
     """An axis is a new object each time it is asked for, and graphs are guarded by the object."""
     torch._dynamo.reset()
     axes = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "cp"))
@@ -260,11 +227,7 @@ def check_equal_meshes(rank: int, mesh: DeviceMesh) -> None:
 
 
 @exactly(2)
-def test_modules_share_the_mesh_of_an_axis(ranks: Ranks) -> None:
-    ranks.run(check_equal_meshes)
-
-
-def check_made_by(rank: int, mesh: DeviceMesh) -> None:
+def test_kept_graphs_are_of_a_version_and_speeds(rank: int, mesh: DeviceMesh) -> None:
     """A graph of other speeds, or of another version, has other arguments: a compiler's cache on disk cannot take it."""
     found = []
 
@@ -281,8 +244,3 @@ def check_made_by(rank: int, mesh: DeviceMesh) -> None:
     of_auto, of_gather = (args[-1] for args in found)
     assert of_auto == f"flexdilated {flexdilated.__version__}, {cost_model.speeds_of_environment()}"
     assert of_gather == f"flexdilated {flexdilated.__version__}"
-
-
-@exactly(2)
-def test_kept_graphs_are_of_a_version_and_speeds(ranks: Ranks) -> None:
-    ranks.run(check_made_by)

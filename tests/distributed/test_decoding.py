@@ -1,7 +1,5 @@
 """A cache dealt over ranks: decoding equals one process, in memory that falls with the number of ranks."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
@@ -28,7 +26,7 @@ from flexdilated.decode.tokens import BLOCK
 from flexdilated.distributed import even_shard_lengths, unshard_sequence
 from flexdilated.nn import LongNetConfig, LongNetLM
 from tests.cases import least_heads
-from tests.distributed.processes import Ranks
+from tests.distributed.processes import exactly
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 from tests.distributed.test_modules import build, draw_tokens
 from tests.test_decode import (
@@ -48,8 +46,6 @@ from tests.test_decode import (
     sees,
 )
 from tests.tolerances import EXACT, assert_twice_naive
-
-# -- all ranks in one process --------------------------------------------------------------------------------------------------
 
 
 class Simulated(CacheRanks):
@@ -127,12 +123,7 @@ def test_sinks_count_once_whatever_the_ranks(pattern: DilatedPattern) -> None:
     inputs, sinks = draw(), torch.linspace(-3.0, 4.0, HEADS * GROUP, dtype=torch.float64)
     sinks[1], sinks[2] = -torch.inf, torch.inf
 
-    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
-        cache = make(pattern)
-        out = prefill(cache, inputs, (0, 5, 4), sinks=sinks)
-        return torch.cat([out, feed_all(cache, inputs, 9, 10, 11, 40, TOKENS, sinks=sinks)], dim=1)
-
-    for out in simulate(3, work):
+    for out in decode(3, pattern, inputs, (0, 5, 4), 9, 10, 11, 40, TOKENS, sinks=sinks):
         torch.testing.assert_close(out, full(inputs, pattern, sinks), **EXACT)
 
 
@@ -142,11 +133,22 @@ def rank_of(cache: DilatedKVCache) -> int:
 
 
 def prefill(cache: DilatedKVCache, inputs: tuple[Tensor, ...], shards: tuple[int, ...], at: int = 0, **options: Any) -> Tensor:
-    """The outputs of all ranks, of tokens in shards from the position `at` on."""
     start = at + sum(shards[: rank_of(cache)])
     out = cache.attend(*(x[:, start : start + shards[rank_of(cache)]] for x in inputs), shard_lengths=shards, **options)
     assert cache._ranks is not None
     return cache._ranks.whole(out, shards)
+
+
+def decode(
+    size: int, pattern: DilatedPattern, inputs: tuple[Tensor, ...], shards: tuple[int, ...], *borders: int, **options: Any
+) -> list[Any]:
+    """The outputs of a prompt in shards and of the chunks after it, on each rank."""
+
+    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
+        cache = make(pattern, dtype=inputs[0].dtype)
+        return torch.cat([prefill(cache, inputs, shards, **options), feed_all(cache, inputs, *borders, **options)], dim=1)
+
+    return simulate(size, work)
 
 
 def random_shards(chance: random.Random, tokens: int, size: int) -> tuple[int, ...]:
@@ -246,26 +248,17 @@ def test_each_rank_holds_its_share_of_the_rows(pattern: DilatedPattern, size: in
 def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype: torch.dtype) -> None:
     inputs = draw(dtype=dtype)
 
-    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
-        cache = make(LONGNET, dtype=dtype)
-        return torch.cat([prefill(cache, inputs, (13, 7)), feed_all(cache, inputs, 20, *range(33, 44), TOKENS)], dim=1)
-
-    out = simulate(2, work)[0]
+    out = decode(2, LONGNET, inputs, (13, 7), 20, *range(33, 44), TOKENS)[0]
     assert out.dtype == dtype
     naive = dilated_attention(*inputs, LONGNET, is_causal=True, backend="sdpa")
     assert_twice_naive(out, naive, full(tuple(x.double() for x in inputs), LONGNET))
 
 
 def test_without_the_fused_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on other devices than a CPU."""
     monkeypatch.setattr("flexdilated.backends.dense.sdpa.disabled", lambda flag: "it is switched off")
     inputs = draw()
 
-    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
-        cache = make(RAGGED)
-        return torch.cat([prefill(cache, inputs, (13, 7)), feed_all(cache, inputs, 20, 21, TOKENS)], dim=1)
-
-    torch.testing.assert_close(simulate(2, work)[0], full(inputs, RAGGED), **EXACT)
+    torch.testing.assert_close(decode(2, RAGGED, inputs, (13, 7), 20, 21, TOKENS)[0], full(inputs, RAGGED), **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -280,11 +273,7 @@ def test_a_mark_reaches_who_sees_it_and_nobody_else(chunks: tuple[Any, ...], poi
     expected = full(inputs, LONGNET).masked_fill(sees(inputs, LONGNET, places)[..., None], torch.nan)
     inputs[1][..., 1].masked_fill_(places, poison)
 
-    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
-        cache = make(LONGNET)
-        return torch.cat([prefill(cache, inputs, chunks[0]), feed_all(cache, inputs, *borders)], dim=1)
-
-    for out in simulate(2, work):
+    for out in decode(2, LONGNET, inputs, chunks[0], *borders):
         torch.testing.assert_close(out, expected, **EXACT, equal_nan=True)
 
 
@@ -318,9 +307,6 @@ def test_calls_are_taken_back_and_sequences_change_places(pattern: DilatedPatter
         torch.testing.assert_close(prefill(cache, tuple(x[:2] for x in inputs), (1, 0, 4)), expected[:2, :5], **EXACT)
 
     simulate(3, work)
-
-
-# -- refusals ------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_needs_a_mesh_is_refused_without() -> None:
@@ -359,11 +345,10 @@ def test_recorded_shards_and_caches_out_of_step_are_refused() -> None:
     simulate(2, work)
 
 
-# -- processes -----------------------------------------------------------------------------------------------------------------
-
-
-def check_cache(rank: int, mesh: DeviceMesh) -> None:
-    """A prompt in uneven shards by each exchange, steps, and a compiled step."""
+@pytest.mark.slow
+@exactly(2, 3)
+@torch.no_grad()
+def test_a_prompt_by_each_exchange_and_steps_equal_one_process(rank: int, mesh: DeviceMesh) -> None:
     size, inputs = mesh.size(), draw()
     shards = (13, 0, 11)[:size] if size == 3 else even_shard_lengths(24, size)
     for pattern, exchange in ((LONGNET, "auto"), (RAGGED, "ring"), (GROUPED, "heads")):
@@ -386,8 +371,10 @@ def check_cache(rank: int, mesh: DeviceMesh) -> None:
     assert compilations.frame_count == 1
 
 
-def check_faults(rank: int, mesh: DeviceMesh) -> None:
-    """Ranks raise together, and go on."""
+@pytest.mark.slow
+@exactly(2, 3)
+@torch.no_grad()
+def test_faults_are_raised_by_all_ranks_which_go_on(rank: int, mesh: DeviceMesh) -> None:
     last, inputs = mesh.size() - 1, draw()
     options = {"max_length": TOKENS, "mesh": mesh}  # of which ranks have not agreed yet
     with pytest.raises(ValueError, match=r"^exchange must be one of \('auto', 'gather', 'ring', 'heads'\), got 'nope'$"):
@@ -443,15 +430,16 @@ def check_calls_that_were_agreed_on(rank: int, mesh: DeviceMesh, cache: DilatedK
         prompt.reset()
         prompt.attend(*here, shard_lengths=(4, 4), lengths=torch.tensor(lengths))
     prompt.reset()
-    with pytest.raises(
-        ValueError, match=r"^lengths of a cache and of a call .*, got \[8, 8, 8\] on rank 0 and \[8, 3, 8\] on rank 1"
-    ):
+    with pytest.raises(ValueError, match=r"^lengths of a cache and of a call .*, got \[8, 8, 8\] on rank 0 and \[8, 3, 8\] on"):
         prompt.attend(*here, shard_lengths=(4, 4), lengths=torch.tensor([8, 8 - 5 * rank, 8]))
     torch.testing.assert_close(prefill(prompt, inputs, (4, 4)), expected[:, :8], **EXACT)
     torch.testing.assert_close(feed(cache, inputs, 41, 43), expected[:, 41:43], **EXACT)
 
 
-def check_a_refused_compiled_step(rank: int, mesh: DeviceMesh) -> None:
+@pytest.mark.slow
+@exactly(2)
+@torch.no_grad()
+def test_a_refused_compiled_step_does_not_count(rank: int, mesh: DeviceMesh) -> None:
     """A compiler may store before it asks the ranks; what they refuse must not count."""
     inputs, pattern = draw(), DilatedPattern((7,), (2,))  # a branch more takes inductor seconds
     cache = make(pattern, mesh=mesh)
@@ -465,7 +453,10 @@ def check_a_refused_compiled_step(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(cache.attend(*new), full(inputs, pattern)[:, 2:3], **EXACT)
 
 
-def check_orders(rank: int, mesh: DeviceMesh) -> None:
+@pytest.mark.slow
+@exactly(2, 3)
+@torch.no_grad()
+def test_orders_that_ranks_do_not_share_are_refused(rank: int, mesh: DeviceMesh) -> None:
     """Beams that a rank orders for itself; and a step that all refuse leaves every rank's cache as it was."""
     inputs = draw()
     cache = make(LONGNET, mesh=mesh)
@@ -484,8 +475,9 @@ def check_orders(rank: int, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(feed(cache, inputs, 13, 16), full(inputs, LONGNET)[:, 13:16], **EXACT)
 
 
-def check_generation(rank: int, mesh: DeviceMesh) -> None:
-    """A model that reads a prompt in shards, and what it generates."""
+@pytest.mark.slow
+@exactly(2, 3)
+def test_generation_equals_one_process(rank: int, mesh: DeviceMesh) -> None:
     size, prompt = mesh.size(), draw_tokens(2, 23)
     shards = (9, 14, 0, 0)[:size] if size > 1 else (23,)
     start = sum(shards[:rank])
@@ -528,20 +520,20 @@ def check_generation_in_another_dtype(mesh: DeviceMesh, local: Tensor, shards: t
     assert torch.equal(model.generate(local, dtype=torch.float32, **options), narrow.generate(local, **options))
 
 
-def check_other_tokens(rank: int, mesh: DeviceMesh) -> None:
+@pytest.mark.slow
+@exactly(2)
+@torch.no_grad()
+def test_tokens_that_ranks_do_not_share_are_refused(rank: int, mesh: DeviceMesh) -> None:
     """Tokens that are said to be all of them, and are not the same: shards without their lengths, or drawn by each rank."""
     torch.manual_seed(0)
-    model = (
-        LongNetLM(LongNetConfig(vocab_size=29, embed_dim=12, num_layers=2, num_heads=3, pattern=LONGNET), mesh=mesh).double().eval()
-    )
+    config = LongNetConfig(vocab_size=29, embed_dim=12, num_layers=2, num_heads=3, pattern=LONGNET)
+    model = LongNetLM(config, mesh=mesh).double().eval()
     tokens = torch.randint(29, (2, 24))
     caches = model.make_caches(2, max_length=40, mesh=mesh)
     own = tokens[:, 12 * rank : 12 * rank + 12]
     with torch.no_grad():
         for _ in range(2):
-            with pytest.raises(
-                ValueError, match=r"^the tokens of a call without shard_lengths must be the same on all ranks, got by h"
-            ):
+            with pytest.raises(ValueError, match=r"^the tokens of a call without shard_lengths must be the same on all ranks,"):
                 model(own, caches=caches, last_only=True)
         assert [cache.lengths.tolist() for cache in caches] == [[0, 0]] * 2
         logits = model(own, caches=caches, last_only=True, shard_lengths=(12, 12))
@@ -553,28 +545,3 @@ def check_other_tokens(rank: int, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(logits, alone(tokens, caches=of_one, last_only=True), **EXACT)
         for more in (tokens[:, :1], tokens[:, 3:4], tokens[:, :5]):
             torch.testing.assert_close(model(more, caches=caches), alone(more, caches=of_one), **EXACT)
-
-
-def without_gradients(rank: int, mesh: DeviceMesh, check: Callable[[int, DeviceMesh], None]) -> None:
-    with torch.no_grad():
-        check(rank, mesh)
-
-
-@pytest.mark.parametrize(
-    ("check", "ranks"),
-    [
-        pytest.param(check, size, id=f"{check.__name__[6:]}-{size}_ranks", marks=(pytest.mark.ranks, pytest.mark.slow))
-        for check, *sizes in (
-            (check_cache, 2, 3),
-            (check_faults, 2, 3),
-            (check_orders, 2, 3),
-            (check_a_refused_compiled_step, 2),
-            (check_other_tokens, 2),
-            (check_generation, 2, 3),
-        )
-        for size in sizes
-    ],
-    indirect=["ranks"],
-)
-def test_decoding_over_processes_equals_one(ranks: Ranks, check: Callable[[int, DeviceMesh], None]) -> None:
-    ranks.run(check if check is check_generation else without_gradients, *(() if check is check_generation else (check,)))

@@ -1,7 +1,5 @@
 """Dropout and activation checkpointing over real ranks: independent draws, and gradients of the same ones."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -109,11 +107,7 @@ def kept_weights_of_dtensors(rank: int, mesh: DeviceMesh, placements: list[Place
 
 
 @one_size
-@pytest.mark.parametrize(
-    "placements",
-    [[Shard(2)], [Shard(0), Shard(1)], [Replicate(), Shard(0)]],
-    ids=str,
-)
+@pytest.mark.parametrize("placements", [[Shard(2)], [Shard(0), Shard(1)], [Replicate(), Shard(0)]], ids=str)
 def test_dropout_of_dtensors_is_independent_on_every_shard(ranks: Ranks, placements: list[Placement]) -> None:
     check_dtensors(ranks, placements, False)
 

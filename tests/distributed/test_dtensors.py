@@ -1,7 +1,5 @@
 """DTensors of any placements give what their whole gives, or are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +19,6 @@ TOKENS, HEADS = [Shard(1)], [Shard(2)]
 
 
 def placed(value: Any) -> str:
-    """Placements, or another parameter, in the name of a test."""
     if not isinstance(value, list):
         return str(value)
     return "_".join(("batch", "tokens", "heads")[p.dim % 4] if isinstance(p, Shard) else "replicated" for p in value)
@@ -92,9 +89,7 @@ def dtensor_case(**options: Any) -> ShardedCase:
     ids=placed,
 )
 @several
-def test_dtensors_give_what_their_whole_gives(
-    ranks: Ranks, placements: list[Placement], exchange: str, masking: str | None
-) -> None:
+def test_dtensors_equal_their_whole(ranks: Ranks, placements: list[Placement], exchange: str, masking: str | None) -> None:
     case = dtensor_case(is_causal=masking == "plain", ignored=0.2 if masking else None)
     ranks.run(check_dtensors, case, placements, masking, exchange, False)
 
@@ -109,28 +104,22 @@ def test_dtensors_give_what_their_whole_gives(
     ],
     ids=placed,
 )
-def test_dtensors_whose_parts_may_be_empty_or_with_documents(
-    ranks: Ranks, placements: list[Placement], changes: dict[str, Any]
-) -> None:
+def test_dtensors_of_empty_parts_and_documents(ranks: Ranks, placements: list[Placement], changes: dict[str, Any]) -> None:
     ranks.run(check_dtensors, replace(dtensor_case(), **changes), placements, None, "auto", False)
 
 
 # Every rank traces the same graph, whatever their number: two are enough, and two axes of two.
-COMPILED = [
-    pytest.param(2, TOKENS, "plain", id="tokens-2_ranks"),
-    pytest.param(4, [Shard(2), Shard(1)], "plain", id="heads_tokens-4_ranks"),
-]
+COMPILED = [pytest.param(2, TOKENS, id="tokens-2_ranks"), pytest.param(4, [Shard(2), Shard(1)], id="heads_tokens-4_ranks")]
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "placements", "masking"), COMPILED, indirect=["ranks"])
-def test_compiled_dtensors_give_what_their_whole_gives(ranks: Ranks, placements: list[Placement], masking: str | None) -> None:
-    ranks.run(check_dtensors, dtensor_case(ignored=0.2 if masking else None), placements, masking, "auto", True)
+@pytest.mark.parametrize(("ranks", "placements"), COMPILED, indirect=["ranks"])
+def test_compiled_dtensors_give_what_their_whole_gives(ranks: Ranks, placements: list[Placement]) -> None:
+    ranks.run(check_dtensors, dtensor_case(ignored=0.2), placements, "plain", "auto", True)
 
 
 def check_heads_beside_tokens(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) -> None:
-    """DTensors say how heads are shared; `mesh` says that their tokens are a shard."""
     two = grid(mesh.size())
     rows, columns = two["rows"], two["columns"]
     place = rows.get_local_rank()
@@ -154,7 +143,8 @@ def test_dtensors_of_heads_beside_a_mesh_of_tokens(ranks: Ranks, exchange: str) 
     ranks.run(check_heads_beside_tokens, replace(dtensor_case(ignored=0.2), shard_lengths=(17, 24)), exchange)
 
 
-def check_dtensor_refusals(rank: int, mesh: DeviceMesh) -> None:
+@one_size
+def test_dtensors_that_are_refused(rank: int, mesh: DeviceMesh) -> None:
     size = mesh.size()
     two = grid(size)
     given = replace(dtensor_case(), kv_heads=size).named()
@@ -173,9 +163,7 @@ def check_dtensor_refusals(rank: int, mesh: DeviceMesh) -> None:
     refuses(TypeError, r"^q must be a DTensor where q, k or v is one, got Tensor$", plain[0], k, v)
     refuses(ValueError, r"^mesh must be None for DTensors sharded on tokens, .* got a value$", q, k, v, mesh=mesh)
     refuses(ValueError, r"^shard_lengths must be None for DTensors sharded on tokens, .* got a value$", q, k, v, shard_lengths=[41])
-    refuses(
-        ValueError, r"^v must have the mesh and placements of q=.*Shard\(dim=1\).*, got .*Shard\(dim=2\)", q, k, all_of(HEADS)[2]
-    )
+    refuses(ValueError, r"^v must have the mesh and placements of q=.*Shard\(dim=1\).*Shard\(dim=2\)", q, k, all_of(HEADS)[2])
     refuses(ValueError, r"^exchange must be one of .*, got 'all'$", q, k, v, exchange="all")
     refuses(NotImplementedError, r"backend 'reference' cannot run this .*shards", q, k, v, backend="reference")
     partial = [DTensor.from_local(x, mesh, [Partial()], run_check=False) for x in plain]
@@ -190,29 +178,19 @@ def check_dtensor_refusals(rank: int, mesh: DeviceMesh) -> None:
 
 
 @one_size
-def test_dtensors_that_are_refused(ranks: Ranks) -> None:
-    ranks.run(check_dtensor_refusals)
-
-
-def check_batch_refusals(rank: int, mesh: DeviceMesh) -> None:
+def test_dtensors_that_ranks_would_count_apart_are_refused(rank: int, mesh: DeviceMesh) -> None:
     """What each rank would count from 0, or mix up, and what one rank alone has wrong."""
     torch.manual_seed(5)
     pattern, size = DilatedPattern((4, 16), (1, 2)), mesh.size()
     q = torch.randn(size, 12 * size, 2, 4)
     batch, replicated = (scattered(q, mesh, [place]) for place in (Shard(0), Replicate()))
     slopes, borders = torch.randn(size), torch.tensor([0, 12 * size])
-    functions: list[dict[str, Any]] = [
-        {"score_mod": lambda s, b, h, i, j: s + slopes[b]},
-        {"mask_mod": lambda b, h, i, j: slopes[b] > 0},
-    ]
-    for options in functions:
+    for options in ({"score_mod": lambda s, b, h, i, j: s + slopes[b]}, {"mask_mod": lambda b, h, i, j: slopes[b] > 0}):
         with pytest.raises(NotImplementedError, match="must be None for DTensors sharded on the batch, got a function"):
             dilated_attention(batch, batch, batch, pattern, **options)
     single = scattered(q[:1], mesh, [Shard(0)])  # all ranks but one hold no sequence
     for x in (batch, single):
-        with pytest.raises(
-            ValueError, match=r"cu_seqlens must be None for DTensors sharded on the batch, .*; redistribute q, k and v"
-        ):
+        with pytest.raises(ValueError, match=r"cu_seqlens must be None for DTensors sharded on the batch, .*; redistribute q, k"):
             dilated_attention(x, x, x, pattern, cu_seqlens=borders)
     alone = dilated_attention(single, single, single, pattern)
     assert isinstance(alone, DTensor)
@@ -223,8 +201,3 @@ def check_batch_refusals(rank: int, mesh: DeviceMesh) -> None:
     whole = dilated_attention(one, one, one, pattern, cu_seqlens=scattered(borders, mesh, [Replicate()]))
     assert isinstance(whole, DTensor)
     torch.testing.assert_close(whole.full_tensor(), dilated_attention(q[:1], q[:1], q[:1], pattern, cu_seqlens=borders))
-
-
-@one_size
-def test_dtensors_that_ranks_would_count_apart_are_refused(ranks: Ranks) -> None:
-    ranks.run(check_batch_refusals)

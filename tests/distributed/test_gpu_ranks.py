@@ -1,39 +1,31 @@
 """Shards of a sequence on CUDA devices: our own kernels, FlexAttention with users' functions, and real ranks over NCCL."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from threading import Lock
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, dilated_attention
+from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import DispatchKey, why_not
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.custom_op import OpOptions
 from flexdilated.core.hardware import detect
-from flexdilated.distributed import shard_sequence
 from flexdilated.distributed.planner.plan import EXCHANGES
 from flexdilated.distributed.runtime.transport import has_tags
 from tests.backends.test_mods import Mods
 from tests.distributed import simulation, test_functions, test_parallel
 from tests.distributed.cases import ShardedCase
-from tests.distributed.processes import Ranks, each_size
+from tests.distributed.processes import Ranks, each_size, exactly
 from tests.tolerances import SINGLE
 
 # What the compiler warns about differs by version and device (TF32 among it) and is not what is tested: shown, no failure.
@@ -92,8 +84,6 @@ def test_flex_on_shards_gives_what_one_rank_gives(exchange: str, mods: Mods, mon
         assert_same(name, value, expected)
 
 
-# -- processes ------------------------------------------------------------------------------------------------------------------
-
 # By ranks, one of three without a token.
 PROCESSES = {
     size: ShardedCase(DilatedPattern((64, 250), (1, 3)), shard_lengths=lengths, kv_heads=2, group=2, head_dim=64, ignored=0.2)
@@ -109,7 +99,6 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def leaves(case: ShardedCase, rank: int, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
-    """This rank's q, k and v, and the options of a call."""
     given, here, mask = case.named(dtype), case.shard(rank), case.mask()
     options = {"shard_lengths": case.shard_lengths, "scale": case.scale, "return_lse": True}
     if mask is not None:
@@ -117,8 +106,10 @@ def leaves(case: ShardedCase, rank: int, dtype: torch.dtype) -> tuple[list[Tenso
     return [given[name][:, here].to(DEVICE, copy=True).requires_grad_() for name in "qkv"], options
 
 
-def check_step(rank: int, mesh: DeviceMesh, exchange: str, is_compiled: bool) -> None:
-    """Two steps, the second of a plan that is known."""
+@exactly(*PROCESSES)
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_ranks_over_nccl_give_what_one_gives(rank: int, mesh: DeviceMesh, exchange: str, is_compiled: bool) -> None:
     case = PROCESSES[mesh.size()]
     attend = torch.compile(dilated_attention, fullgraph=True) if is_compiled else dilated_attention
     expected, here = case.expected(), case.shard(rank)
@@ -134,14 +125,7 @@ def check_step(rank: int, mesh: DeviceMesh, exchange: str, is_compiled: bool) ->
         assert_same("lse", lse.detach().cpu(), expected["lse"][:, :, here])
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_ranks_over_nccl_give_what_one_gives(ranks: Ranks, exchange: str, is_compiled: bool) -> None:
-    ranks.run(check_step, exchange, is_compiled)
-
-
 def check_functions(rank: int, mesh: DeviceMesh, exchange: str, backend: str, is_compiled: bool) -> None:
-    """A table that learns on all ranks, and a mask."""
     case = replace(PROCESSES[mesh.size()], ignored=None, is_causal=True)
     mods, dtype = Mods("table", "thirds"), torch.float32 if backend == "flex" else torch.float64
     expected, here = test_functions.expected_of(case, mods), case.shard(rank)
@@ -167,35 +151,6 @@ def check_functions(rank: int, mesh: DeviceMesh, exchange: str, backend: str, is
 def test_functions_over_nccl_give_what_one_rank_gives(ranks: Ranks, exchange: str, way: str) -> None:
     backend, _, compiled = way.partition(" ")
     ranks.run(check_functions, exchange, backend, bool(compiled))
-
-
-def check_models(rank: int, mesh: DeviceMesh) -> None:
-    """Sharded parameters, checkpointed layers: what one process learns in double precision."""
-    torch.manual_seed(0)
-    config = LongNetConfig(vocab_size=61, embed_dim=64, num_layers=2, num_heads=4, pattern=DilatedPattern((32, 128), (1, 4)))
-    whole = LongNetLM(config).double()
-    model = LongNetLM(config, mesh=mesh).to(DEVICE)
-    model.load_state_dict(whole.state_dict())
-    tokens = torch.randint(61, (2, 120 * mesh.size() + 1))
-    for layer in model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    x, y = shard_sequence((tokens[:, :-1].to(DEVICE), tokens[:, 1:].to(DEVICE)), mesh)
-    F.cross_entropy(whole(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-    largest = max(p.grad.abs().max().item() for p in whole.parameters() if p.grad is not None)
-    for (name, mine), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert isinstance(mine.grad, DTensor), name
-        difference = (mine.grad.full_tensor().cpu().double() - other.grad).abs().max().item()
-        assert difference < 1e-5 * largest, f"{name}: {difference}, of {largest}"
-
-
-def test_models_over_nccl_learn_what_one_process_learns(ranks: Ranks) -> None:
-    ranks.run(check_models)
-
-
-# -- errors ---------------------------------------------------------------------------------------------------------------------
 
 
 def check_order(rank: int, mesh: DeviceMesh) -> None:

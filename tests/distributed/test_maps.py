@@ -1,7 +1,5 @@
 """Attention maps of a sequence over ranks: each rank's columns of the whole map."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, attention_map
 from tests.distributed.cases import LENGTHS, ShardedCase, cut, random_case
-from tests.distributed.processes import Ranks, each_size, one_size
+from tests.distributed.processes import at_least, exactly, one_size
 from tests.tolerances import EXACT
 
 
@@ -19,20 +17,14 @@ def check_map(rank: int, mesh: DeviceMesh, case: ShardedCase, dtype: torch.dtype
     queries = list(range(case.num_tokens))[::-3]
     options = {"queries": queries, "is_causal": case.is_causal, "scale": case.scale}
     expected = attention_map(q, k, case.pattern, key_padding_mask=mask, **options)
-    weights = attention_map(
-        q[:, here],
-        k[:, here],
-        case.pattern,
-        key_padding_mask=None if mask is None else mask[:, here],
-        mesh=mesh,
-        shard_lengths=case.shard_lengths,
-        **options,
-    )
+    options |= {"key_padding_mask": None if mask is None else mask[:, here], "mesh": mesh, "shard_lengths": case.shard_lengths}
+    weights = attention_map(q[:, here], k[:, here], case.pattern, **options)
     assert weights.dtype == expected.dtype
     torch.testing.assert_close(weights, expected[..., here], **(EXACT if dtype == torch.float64 else {"atol": 1e-6, "rtol": 1e-5}))
 
 
-def check_maps(rank: int, mesh: DeviceMesh) -> None:
+@at_least(1)
+def test_each_rank_gets_its_columns_of_the_map(rank: int, mesh: DeviceMesh) -> None:
     size = mesh.size()
     for seed in range(6):
         case = random_case(4000 * size + seed, size, longest=40)
@@ -43,11 +35,8 @@ def check_maps(rank: int, mesh: DeviceMesh) -> None:
     check_map(rank, mesh, cut(size, ignored=0.3), torch.bfloat16)
 
 
-def test_each_rank_gets_its_columns_of_the_map(ranks: Ranks) -> None:
-    ranks.run(check_maps)
-
-
-def check_refusals(rank: int, mesh: DeviceMesh) -> None:
+@one_size
+def test_ranks_refuse_maps_together(rank: int, mesh: DeviceMesh) -> None:
     case = cut(mesh.size())
     q, k = (case.named()[name][:, case.shard(rank)] for name in "qk")
     given = {"mesh": mesh, "shard_lengths": case.shard_lengths}
@@ -64,12 +53,8 @@ def check_refusals(rank: int, mesh: DeviceMesh) -> None:
     check_map(rank, mesh, case)
 
 
-@one_size
-def test_ranks_refuse_maps_together(ranks: Ranks) -> None:
-    ranks.run(check_refusals)
-
-
-def check_compiled(rank: int, mesh: DeviceMesh) -> None:
+@exactly(1, 2)
+def test_compiled_models_may_ask_for_maps(rank: int, mesh: DeviceMesh) -> None:
     case = cut(mesh.size())
     q, k = (case.named()[name] for name in "qk")
     expected = attention_map(q, k, case.pattern, queries=[3, 1])
@@ -88,8 +73,3 @@ def check_compiled(rank: int, mesh: DeviceMesh) -> None:
     else:
         with pytest.raises(torch._dynamo.exc.Unsupported, match="fullgraph must be False with attention_map over several ranks"):
             whole(q[:, here], k[:, here])
-
-
-@pytest.mark.parametrize("ranks", [each_size(1), each_size(2)], indirect=True)
-def test_compiled_models_may_ask_for_maps(ranks: Ranks) -> None:
-    ranks.run(check_compiled)

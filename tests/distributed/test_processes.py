@@ -1,7 +1,5 @@
 """The processes that other tests run on: a rank that fails fails its test."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
@@ -34,12 +32,9 @@ def fail_on_the_last(rank: int, mesh: DeviceMesh, how: str) -> int:
     ids=["raises", "ends", "sleeps"],
 )
 def test_a_rank_that_fails_fails_the_test(how: str, deadline: float, match: str, tmp_path: Path) -> None:
-    ranks = Ranks(2, tmp_path)
-    try:
+    with Ranks(2, tmp_path) as ranks:
         assert ranks.run(fail_on_the_last, "is well") == [0, 1]
         with pytest.raises(AssertionError, match=match):
             ranks.run(fail_on_the_last, how, deadline=deadline)
         with pytest.raises(AssertionError, match=r"rank 1 of 2: must end, gave 1"):
             ranks.run(fail_on_the_last, "is well", ending=(1,))
-    finally:
-        ranks.kill()

@@ -1,16 +1,9 @@
 """One slide over several ranks gives what it gives on one."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from flexdilated import DilatedPattern
 from flexdilated.distributed import even_shard_lengths, shard_sequence
@@ -65,44 +58,6 @@ def differentiate(rank: int, mesh: DeviceMesh, counts: tuple[int, ...], alone: L
             assert actual.grad is not None
             dist.all_reduce(actual.grad, group=mesh.get_group())
             torch.testing.assert_close(actual.grad, expected.grad, **EXACT)
-
-
-def train_head(rank: int, mesh: DeviceMesh, how: str) -> None:
-    """A head behind the encoder, the loss of the whole slide on every rank: averaged gradients are those of one process."""
-    torch.manual_seed(11)
-    counts, encoder = even_shard_lengths(67, mesh.size()), encoder_model(pattern=PATTERN, global_pool=True)
-    x, coords = draw_slides(1, sum(counts))
-    whole = Classifier(encoder, torch.nn.Linear(encoder.embed_dim, 3).double())
-    model = Classifier(encoder_model_like(encoder, mesh=mesh, pattern=PATTERN, global_pool=True), copy.deepcopy(whole.head))
-    wrapped: torch.nn.Module = model
-    if how == "ddp":
-        wrapped = DistributedDataParallel(model, process_group=mesh.get_group())
-    elif how == "fsdp":
-        fully_shard(model, mesh=mesh)
-    F.cross_entropy(whole(x, coords, None), torch.tensor([1])).backward()
-    for _ in range(2):  # DDP finds in the second step what got no gradient in the first
-        wrapped.zero_grad()
-        out = wrapped(*shard_sequence((x, coords), mesh, shard_lengths=counts), counts)
-        F.cross_entropy(out, torch.tensor([1])).backward()
-    for actual, expected in zip(model.parameters(), whole.parameters(), strict=True):
-        gradient = actual.grad.full_tensor() if isinstance(actual.grad, DTensor) else actual.grad
-        torch.testing.assert_close(gradient, expected.grad, **EXACT)
-
-
-class Classifier(torch.nn.Module):
-    def __init__(self, encoder: LongNetViT, head: torch.nn.Linear) -> None:
-        super().__init__()
-        self.encoder, self.head = encoder, head
-
-    def forward(self, x: Tensor, coords: Tensor, shard_lengths: tuple[int, ...] | None) -> Tensor:
-        logits: Tensor = self.head(self.encoder(x, coords, shard_lengths=shard_lengths)[0])
-        return logits
-
-
-@one_size
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_a_head_behind_a_slide_over_ranks_trains_as_in_one_process(ranks: Ranks, how: str) -> None:
-    ranks.run(train_head, how)
 
 
 @one_size

@@ -56,7 +56,6 @@ def test_every_strategy_scores_the_same_pairs(rule: Literal["all", "grouped"], i
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_pairs_of_ulysses_are_those_of_its_heads(ranks: int) -> None:
-    """Also where the heads of a rank are of several groups."""
     of = layer(pattern=DilatedPattern((7, 13, 31), (1, 2, 5), heads="grouped"), ranks=ranks, kv_heads=6)
     pairs = next(each.pairs for each in strategies(of) if each.name == "ulysses")
     lengths = zip(of.pattern.branches, range(3))

@@ -1,7 +1,5 @@
 """The program of docs/guides/three-axes.md: data, context and tensor parallelism at once equal one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +30,6 @@ def draw() -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def seeded(make: Callable[[], LongNetLM], seed: int) -> LongNetLM:
-    """A model in float64."""
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.float64)
     try:
@@ -42,7 +39,6 @@ def seeded(make: Callable[[], LongNetLM], seed: int) -> LongNetLM:
 
 
 def train_whole(steps: list[list[tuple[Tensor, Tensor]]]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses and parameters of one process."""
     model = seeded(lambda: LongNetLM(CONFIG), 5)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=False), []
     for step in steps:
@@ -93,9 +89,6 @@ def test_eight_ranks_on_three_axes_equal_one_process_and_three_go_on(tmp_path: P
     for size, check, losses in ((8, check_eight, expected[:STEPS]), (3, check_three, expected[STEPS:])):
         folder = tmp_path / f"of {size}"
         folder.mkdir()
-        ranks = Ranks(size, folder)
-        try:
+        with Ranks(size, folder) as ranks:
             for found in ranks.run(check, tmp_path / "checkpoint"):
                 torch.testing.assert_close(found, losses, **EXACT)
-        finally:
-            ranks.kill()

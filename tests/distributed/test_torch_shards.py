@@ -1,7 +1,5 @@
 """Shards that torch's own context parallelism cuts: contiguous ones are taken, head-tail ones never."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +7,7 @@ from torch.distributed.tensor.experimental import _attention, context_parallel
 
 from flexdilated import DilatedPattern, attention_map, dilated_attention
 from flexdilated.distributed import shard_sequence, unshard_sequence
-from tests.distributed.processes import Ranks, each_size, one_size
+from tests.distributed.processes import exactly, one_size
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((8, 31), (1, 3))
@@ -17,11 +15,11 @@ HEAD_TAIL = r"^mesh must come with contiguous shards, got shards that torch's co
 
 
 def alone(x: torch.Tensor) -> torch.Tensor:
-    """A call without a mesh."""
     return dilated_attention(x, x, x, PATTERN)
 
 
-def check_context(rank: int, mesh: DeviceMesh) -> None:
+@exactly(1, 2)
+def test_shards_inside_torchs_context(rank: int, mesh: DeviceMesh) -> None:
     generator = torch.Generator().manual_seed(4)
     tokens = 12 * mesh.size()
     whole = torch.randn(2, tokens, 3, 4, generator=generator, dtype=torch.float64)
@@ -52,12 +50,8 @@ def check_context(rank: int, mesh: DeviceMesh) -> None:
     assert torch.equal(dilated_attention(whole, whole, whole, PATTERN), expected)  # outside of it nothing is refused
 
 
-@pytest.mark.parametrize("ranks", [each_size(1), each_size(2)], indirect=True)
-def test_shards_inside_torchs_context(ranks: Ranks) -> None:
-    ranks.run(check_context)
-
-
-def check_function(rank: int, mesh: DeviceMesh) -> None:
+@one_size
+def test_shards_of_torchs_function(rank: int, mesh: DeviceMesh) -> None:
     """The newer function of torch, which leaves a word behind."""
     shard = getattr(_attention, "_context_parallel_shard", None)
     if shard is None or not hasattr(_attention, "_HeadTailLoadBalancer"):
@@ -75,8 +69,3 @@ def check_function(rank: int, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(dilated_attention(x, x, x, PATTERN, mesh=mesh), expected, **EXACT)
     finally:
         module._dispatch_mode, module._cp_options.enable_load_balance = before
-
-
-@one_size
-def test_shards_of_torchs_function(ranks: Ranks) -> None:
-    ranks.run(check_function)

@@ -1,7 +1,5 @@
 """Shards of a sequence by our own kernels, in triton's interpreter: pieces in place, and the tasks of segments that shards cut."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters without their library, or with a version that was never tried."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import sys

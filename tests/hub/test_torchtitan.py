@@ -1,22 +1,15 @@
 """torchtitan with dilated attention in its debug model: `nox -s tests_torchtitan` installs the pair of versions."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed.planner import cost_model
-from flexdilated.distributed.planner.plan import context_plan
 from tests.distributed.processes import run_ranks
-from tests.distributed.test_communication import recorded, size_of
 from tests.tolerances import SINGLE
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: nox -s tests_torchtitan")
@@ -35,8 +28,6 @@ PATTERN = DilatedPattern(tuple(titan.SEGMENTS), tuple(titan.RATES))
 
 
 class OneByOne(nn.Module):
-    """This library's attention, called for each document alone."""
-
     def __init__(self, pattern: DilatedPattern, documents: tuple[list[int], ...]) -> None:
         super().__init__()
         self.pattern, self.documents = pattern, documents
@@ -98,9 +89,6 @@ def test_compiled_layers_take_the_borders_of_varlen_attention() -> None:
     assert_same(titan.run_alone(model, *inputs), expected())
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------------------
-
-
 def compare_with_one_process(rank: int) -> None:
     """Tensor and context parallelism under both of torchtitan's backends that shard by config."""
     torch.set_num_threads(1)
@@ -117,7 +105,6 @@ def compare_with_one_process(rank: int) -> None:
     partial = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
     assert_same(titan.run_sharded(partial, FLEX, inputs), wanted)
     assert_same(titan.run_sharded(context_parallel("spmd_types"), FLEX, inputs, exchange="heads", **grouped), wanted_grouped)
-    compare_bytes(rank)
     refuse(rank)
 
 
@@ -125,44 +112,9 @@ def context_parallel(backend: str, balancer: str | None = None) -> ParallelismCo
     return ParallelismConfig(spmd_backend=backend, context_parallel_degree=2, context_parallel_load_balancer=balancer)
 
 
-def compare_bytes(rank: int) -> None:
-    """What a rank receives in the forward: the plan's bytes; under torchtitan's own attention the other's keys and values, all."""
-    heads, head_dim, rows = 16, 16, TOKENS // 2
-    plan = context_plan(PATTERN, (rows, rows), heads, range(heads), 1, ((0, TOKENS),), True)
-    planned = int(cost_model.bytes_received(plan, "gather", head_dim=head_dim, itemsize=4)[0][rank])
-    own, ours = bytes_received(None), bytes_received(FLEX, exchange="gather")
-    assert own == titan.LAYERS * 2 * rows * heads * head_dim * 4
-    assert ours == titan.LAYERS * (planned + rows)  # and where documents begin, a byte each
-    assert planned == 0 if rank == 0 else 0 < ours < own / 2
-
-
-def bytes_received(override: str | None, **options: Any) -> int:
-    """By this rank in one forward."""
-    received, gather, gather_list = [], dist.all_gather_into_tensor, dist.all_gather
-
-    def record(out: Tensor, part: Tensor, *arguments: Any, **named: Any) -> Any:
-        received.append(out.nbytes - part.nbytes)
-        return gather(out, part, *arguments, **named)
-
-    def record_list(out: list[Tensor], part: Tensor, *arguments: Any, **named: Any) -> Any:
-        received.append(sum(x.nbytes for x in out) - part.nbytes)
-        return gather_list(out, part, *arguments, **named)
-
-    with (
-        torch.no_grad(),
-        recorded() as operations,
-        mock.patch.object(dist, "all_gather_into_tensor", record),
-        mock.patch.object(dist, "all_gather", record_list),
-    ):
-        titan.forward_sharded(context_parallel("spmd_types"), override, titan.batch([TOKENS]), **options)
-        return sum(received) + size_of(operations, dist.irecv)
-
-
 def refuse(rank: int) -> None:
     inputs = titan.batch([TOKENS])
-    with pytest.raises(
-        ValueError, match=r"^attention_masks must be the causal mask of .* over contiguous shards, .*balancer must be None$"
-    ):
+    with pytest.raises(ValueError, match=r"^attention_masks must be the causal mask of .* over contiguous shards, .*balancer"):
         titan.run_sharded(context_parallel("spmd_types", "headtail"), FLEX, inputs)
     with pytest.raises(NotImplementedError, match=r"Context Parallel .* not supported for DilatedInnerAttention$"):
         titan.run_sharded(context_parallel("partial_dtensor"), FLEX, inputs)
@@ -189,9 +141,6 @@ def test_four_processes_of_tensor_and_context_parallelism_equal_one(tmp_path: Pa
     run_ranks(compare_both, 4, tmp_path)
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------------------
-
-
 def block_mask(mask_mod: Any, heads: int | None = None) -> Any:
     return create_block_mask(mask_mod, 1, heads, 256, 256, device="cpu")
 
@@ -216,9 +165,7 @@ def test_documents_are_read_from_the_masks_function() -> None:
     ids=["window", "bidirectional", "not itself", "reversed"],
 )
 def test_masks_that_say_more_than_documents_are_refused(mask_mod: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"^attention_masks must be the causal mask of packed documents over contiguous shards, got"
-    ):
+    with pytest.raises(ValueError, match=r"^attention_masks must be the causal mask of packed documents over contiguous shards,"):
         document_starts(block_mask(mask_mod), 1, 256, None)
 
 
@@ -236,16 +183,12 @@ def test_inner_attention_refuses_what_it_cannot_carry() -> None:
     with pytest.raises(ValueError, match=r"^attention_masks must be one mask for all heads, got 4$"):
         layer(q, q, q, attention_masks=block_mask(lambda b, h, q, k: (q >= k) & (h >= 0), heads=4))
     compiled = torch.compile(layer, backend="eager", fullgraph=True)  # as torchtitan compiles; the compiler wraps the error
-    with pytest.raises(
-        torch._dynamo.exc.Unsupported, match=r"attention_masks must be VarlenMetadata in a compiled model, got a BlockMask"
-    ):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"attention_masks must be VarlenMetadata in a compiled model, got a"):
         compiled(q, q, q, attention_masks=block_mask(packed))
 
 
 def test_overrides_refuse_what_is_no_pattern() -> None:
-    with pytest.raises(
-        ValueError, match=r"^window_size must be \(-1, 0\) for a dilated pattern to say what is seen, got \(7, 0\)$"
-    ):
+    with pytest.raises(ValueError, match=r"^window_size must be \(-1, 0\) for a dilated pattern to say what is seen, got \(7,"):
         dilated_varlen(VarlenAttention.Config(window_size=(7, 0)), segment_lengths=[4], dilation_rates=[1])
     with pytest.raises(ValueError, match=r"^exchange must be one of 'auto', 'gather', 'ring', 'heads', got 'all'$"):
         titan.model_of(FLEX, exchange="all")

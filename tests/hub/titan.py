@@ -1,7 +1,5 @@
 """torchtitan's debug model on CPU ranks: built and sharded as its trainer does it, without what only GPUs have."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator
@@ -74,7 +72,6 @@ def batch(*documents: list[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_alone(model: Any, tokens: Tensor, positions: Tensor, dout: Tensor) -> Result:
-    """One process, without any mesh."""
     titan_utils.set_spmd_backend("partial_dtensor")
     with cpu_only():
         logits = model(tokens, positions, model.get_attention_masks(positions))
@@ -140,7 +137,6 @@ def whole_logits(part: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def whole_gradient(part: Tensor, shape: tuple[int, ...], size: int) -> Tensor:
-    """The sum over ranks, of whole parameters or of those that the inner axis, of `size` ranks, cuts."""
     if isinstance(part, DTensor):
         return part.full_tensor()
     parts = all_parts(part)
@@ -151,7 +147,6 @@ def whole_gradient(part: Tensor, shape: tuple[int, ...], size: int) -> Tensor:
 
 
 def all_parts(part: Tensor) -> list[Tensor]:
-    """Of every rank."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part.contiguous())
     return parts

@@ -5,8 +5,6 @@
 Exits with 1 if something of it is gone, or takes other arguments or defaults.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import subprocess
@@ -23,7 +21,6 @@ REFERENCE = Path("docs", "reference")
 
 
 def entries(reference: Path) -> set[str]:
-    """The dotted names that have an entry in the pages of a folder."""
     found = set()
     for page in reference.glob("*.md"):
         directives = re.findall(r"^\.\. (?:auto|py:)(\w+):: (\S+)\n((?:   .*\n)*)", page.read_text(), flags=re.MULTILINE)

@@ -6,8 +6,6 @@ On a clean working tree, what has passed at this commit is kept in `runs/release
 or more may be stopped and go on. Delete the file to begin anew. Only what every Python has is imported.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -29,8 +27,6 @@ PLACEHOLDERS = {
 
 
 class Row(NamedTuple):
-    """How a session ended."""
-
     session: str
     result: str
     seconds: float
@@ -38,7 +34,6 @@ class Row(NamedTuple):
 
 
 def run(name: str, report: Path) -> list[Row]:
-    """A session's rows, one for each of its versions."""
     given = ("--", *ARGUMENTS[name]) if name in ARGUMENTS else ()
     report.unlink(missing_ok=True)
     nox = ("-m", "nox", "--session", name, "--no-stop-on-first-error", "--no-error-on-missing-interpreters")
@@ -47,7 +42,6 @@ def run(name: str, report: Path) -> list[Row]:
 
 
 def rows(name: str, found: Iterable[dict[str, object]]) -> list[Row]:
-    """Those of nox's report; a session that reported nothing has failed."""
     made = [
         Row(
             str((each.get("signatures") or [each["name"]])[0]),  # type: ignore[index]
@@ -68,7 +62,6 @@ def table(made: Sequence[Row]) -> str:
 
 
 def git(*arguments: str) -> str | None:
-    """What git prints; None without git or outside of a repository."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -99,7 +92,6 @@ def left_to_a_person(files: dict[str, str], tags: Sequence[str]) -> list[str]:
 
 
 def texts() -> dict[str, str]:
-    """The text of every file that git has, but for this folder's programs, which name the placeholders too."""
     names = (git("ls-files") or "").splitlines()
     ours = [name for name in names if not (name.startswith("tests/release/") and name.endswith(".py")) and (ROOT / name).is_file()]
     return {name: (ROOT / name).read_bytes().decode(errors="replace") for name in ours}

@@ -1,7 +1,5 @@
 """What a built wheel and sdist must hold and must not. `nox -s build` runs this on what it built."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tarfile

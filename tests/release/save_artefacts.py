@@ -3,8 +3,6 @@
 Run once, by the version whose number the folder bears. Weights are drawn from a seed; outputs are of a CPU in float32.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -16,24 +14,15 @@ from torch import nn
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention
 from flexdilated.slides.gigapath import LongNetViT
 from tests.commands import invoke
+from tests.training import runs
 
 SEED = 105
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 101  # what the small run learned
-TRAIN = {
-    "tokens": 37,
-    "batch-size": 2,
-    "steps": 3,
-    "segment-lengths": "13,26",
-    "dilation-rates": "1,2",
-    "layers": 1,
-    "embed-dim": 8,
-}
-TRAIN |= {"heads": 2, "eval-every": 3, "eval-sequences": 1, "checkpoint-every": 2, "dtype": "float32", "device": "cpu", "seed": 7}
+TRAIN = {"steps": 3, "embed-dim": 8, "eval-every": 3, "eval-sequences": 1, "seed": 7}
 
 
 def train(output: Path, text_path: Path, *more: str) -> tuple[int, str, str]:
-    values = (f"--{name}={value}" for name, value in TRAIN.items())
-    return invoke("train", f"--text={text_path}", f"--output={output}", "--no-compile", *values, *more)
+    return invoke(*runs.arguments(output, text_path, *more, **TRAIN))
 
 
 def language_model() -> LongNetLM:
@@ -58,7 +47,6 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 def disturb(module: nn.Module) -> nn.Module:
-    """Biases and gains that differ from zeros and ones."""
     torch.manual_seed(SEED)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -1,7 +1,5 @@
 """What earlier versions saved loads, and computes what it did: files of `save_artefacts.py`, one folder per version."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The release check: what it runs, how it tells it, and what it leaves to a person."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What makes a release: the workflows and the sessions that they call, one version, links, and that nothing loads code."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -27,7 +25,6 @@ def read(name: str) -> str:
 
 
 def sessions() -> set[str]:
-    """The names of noxfile.py: of functions, or given."""
     found = set()
     for node in ast.parse(read("noxfile.py")).body:
         for decorator in getattr(node, "decorator_list", []):
@@ -47,9 +44,7 @@ def test_sessions_of_a_gpu_take_the_python_that_runs_nox() -> None:
 
 def constant(name: str) -> tuple[str, ...]:
     """A tuple of noxfile.py, of words and of other tuples."""
-    values = {
-        ast.unparse(node.targets[0]): node.value for node in ast.parse(read("noxfile.py")).body if isinstance(node, ast.Assign)
-    }
+    values = {ast.unparse(n.targets[0]): n.value for n in ast.parse(read("noxfile.py")).body if isinstance(n, ast.Assign)}
     found: list[str] = []
     for each in getattr(values[name], "elts", []):
         found += constant(ast.unparse(each.value)) if isinstance(each, ast.Starred) else [ast.literal_eval(each)]

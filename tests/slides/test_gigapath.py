@@ -82,7 +82,6 @@ def test_create_model_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """Weights of an architecture named `small`."""
     monkeypatch.setitem(ARCHITECTURES, "small", (32, 1))
     return create_model(None, "small", IN_CHANS).state_dict()
 

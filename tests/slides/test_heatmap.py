@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexdilated import DilatedPattern, attention_map
+from flexdilated import attention_map
 from flexdilated.slides import grid_cells, read_tiles, tile_relevance, write_table
-from flexdilated.slides.model import LongNetViT
 from tests.commands import invoke
 from tests.slides.test_model import DEPTH, GRIDS, HEADS, TILE_SIZE, draw_slides, encoder_model, hidden_states, norm
 from tests.slides.tools import SIDE, draw_tiles, write_lazyslide, write_trident
@@ -41,43 +40,6 @@ def test_relevance_is_the_rollout_over_its_value_under_equal_scores(tile: int | 
         tile_relevance(model, x[0], coords[0], tile=N)
     with pytest.raises(ValueError, match="model must be in evaluation mode"):
         tile_relevance(model.train(), x[0], coords[0])
-
-
-def finds_marked_tiles(scale: int) -> LongNetViT:
-    """An encoder whose keys score higher at tiles with a large first element; segments are those published, divided by scale."""
-    torch.manual_seed(0)
-    lengths = [length // scale for length in DilatedPattern.gigapath(262144, 256).segment_lengths]
-    pattern = DilatedPattern(lengths, (1, 2, 4, 8, 16), offsets="blocked", zero_padding=True)
-    model = LongNetViT(in_chans=16, embed_dim=64, depth=3, num_heads=16, pattern=pattern).eval()
-    mark, queries = torch.randn(64) / 8, torch.randn(4)
-    with torch.no_grad():
-        model.patch_embed.proj.weight[:, 0] = 16 * mark
-        for layer in model.encoder.layers:
-            layer.self_attn.q_proj.bias.copy_((2 * queries / queries.norm()).repeat(16))
-            layer.self_attn.k_proj.weight.mul_(0.2).add_(0.4 * torch.outer((queries / queries.norm()).repeat(16), mark))
-    return model
-
-
-def draw_marked(num_tiles: int, place: float, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tiles, corners, and which are marked: a square piece of tissue around a place in the file."""
-    generator = torch.Generator().manual_seed(1)
-    side = int(num_tiles**0.5) + 1
-    cells = torch.cartesian_prod(torch.arange(side), torch.arange(side))[:num_tiles]
-    marked = (cells - cells[int(place * (num_tiles - 1))]).abs().amax(dim=1) <= size
-    x = 0.3 * torch.randn(num_tiles, 16, generator=generator)
-    x[:, 0] = 0.1 * x[:, 0] + marked
-    return x, cells * 256, marked
-
-
-# As for 1,500, 3,000 and 10,000 tiles under the published segments, which `scale` divides like the tiles.
-@pytest.mark.parametrize(("num_tiles", "place"), [(1_500, 0.97), (3_000, 0.02), (3_000, 0.6), (10_000, 0.3)])
-def test_relevance_finds_marked_tiles_anywhere_in_the_file(num_tiles: int, place: float) -> None:
-    scale = 8
-    model = finds_marked_tiles(scale)
-    x, coords, marked = draw_marked(num_tiles // scale, place, size=1)
-    found = tile_relevance(model, x, coords)
-    assert found[marked].min() > found[~marked].max()
-    assert (found > 0).all()
 
 
 def test_relevance_of_a_model_with_an_order_is_that_of_the_tiles_as_given() -> None:
@@ -120,9 +82,6 @@ def test_tables_hold_every_tile(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape("tile_ids must be (N,) finite numbers for N=2, got (1,)")):
         write_table(tmp_path / "a.geojson", coords, SIDE, columns, tile_ids=torch.tensor([1]))
     assert len(json.loads((tmp_path / "a.geojson").read_text())["features"]) == 2
-
-
-# -- the command --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -201,7 +160,6 @@ def test_map_slide_lays_a_thumbnail_where_the_size_of_the_slide_is_known(weights
 
 
 def test_map_slide_takes_what_encode_slides_takes(weights: Path) -> None:
-    """Tiles that overlap, and weights of another pattern and order."""
     from flexdilated.slides.gigapath import create_model
 
     model = create_model(None, "tiny", 7, tile_size=128, max_wsi_size=4096, slide_ngrids=60, order="hilbert").eval()
@@ -230,14 +188,7 @@ def test_map_slide_takes_what_encode_slides_takes(weights: Path) -> None:
         (["--output=a.png", "--thumbnail=none.png"], "Invalid value for '--thumbnail': "),
         (["--output=a.png", "--slide-size=5,5"], "--slide-size must be width,height and come with --thumbnail, got '5,5'"),
         (["--output=a.png", "--tile-size-level0=100"], "slide.h5' says that a tile has 512 pixels at level 0"),
-        (["--output=a.png", "--arch=huge"], "--arch must be one of "),
-        (["--output=a.png", "--coords=x"], "Invalid value for '--coords': "),
-        (["--output=a.png", "--weights=none"], "Invalid value for '--weights': "),
         (["--output=a.png", "--magnification=40"], "says that its tiles were embedded at magnification 20, --magnification is 40"),
-        (["--output=a.png", "--magnification=0"], "Invalid value for '--magnification': "),
-        (["--output=a.png", "--slide-ngrids=5"], "outside the grid of 5 cells of 512 pixels from 0 on"),
-        (["--output=a.png", "--order=hilbert"], "order must be that of the weights=None, got 'hilbert'"),
-        (["--output=a.png", "--max-wsi-size=255"], "--tile-size must be in [1, 63], a quarter of --max-wsi-size=255, got 256"),
     ],
 )
 def test_map_slide_refuses_what_it_cannot_draw(weights: Path, more: list[str], message: str) -> None:

@@ -16,7 +16,6 @@ N, MPP = 53, 0.2526  # a scanner's 40, whose tiles at half a micrometre are 506.
 
 
 def write(path: Path) -> tuple[Any, np.ndarray, dict[str, np.ndarray]]:
-    """The specification of the tiles, their corners, and the tables that a store holds."""
     from wsidata.io import add_features, add_tiles
     from wsidata.reader.base import SlideProperties
 

@@ -184,11 +184,7 @@ def test_slides_with_padding_give_what_each_gives_alone(global_pool: bool) -> No
         ({"coords": torch.zeros(1, 5, 2).half()}, TypeError, "coords must be integer, float32 or float64"),
         ({"coords": torch.zeros(1, 5, 2).bfloat16()}, TypeError, "whatever the dtype of the model, got torch.bfloat16"),
         ({"coords": torch.zeros(1, 5, 2).bool()}, TypeError, "got torch.bool"),
-        (
-            {"padding_mask": torch.zeros(1, 5)},
-            TypeError,
-            "padding_mask must be bool, True where there is no tile, got torch.float32",
-        ),
+        ({"padding_mask": torch.zeros(1, 5)}, TypeError, "padding_mask must be bool, True where there is no tile, got torch"),
         ({"padding_mask": torch.zeros(5).bool()}, ValueError, "padding_mask must have shape (B, N)=(1, 5), got (5,)"),
         ({"padding_mask": torch.ones(1, 5).bool()}, ValueError, "padding_mask must leave every slide a tile, got none for slide 0"),
     ],

@@ -31,13 +31,10 @@ def test_ranks_of_torchrun_write_what_one_process_writes(tmp_path: Path, monkeyp
     torch.save({"model": create_model(None, "tiny", IN_CHANS, slide_ngrids=GRIDS).state_dict()}, tmp_path / "weights.pth")
     fixed = ["--arch=tiny", f"--in-chans={IN_CHANS}", f"--slide-ngrids={GRIDS}", "--device=cpu", "--weights=weights.pth", "--tiles"]
     two = ["slides", "encode-all", "slides", *fixed, "--output=two"]
-    together = invoke_ranks(2, tmp_path, *two, prepare=name_an_architecture)
-    assert [code for code, _, _ in together] == [1, 0]
-    assert ["error: 'slides/bad.h5' embeddings must be finite, got nan in tile 149" in err for _, _, err in together] == [
-        True,
-        False,
-    ]
-    assert ["wrote 2 slides" in together[0][1], "wrote 3 slides" in together[1][1]] == [True, True]
+    done = invoke_ranks(2, tmp_path, *two, prepare=name_an_architecture)
+    assert [code for code, _, _ in done] == [1, 0]
+    assert ["error: 'slides/bad.h5' embeddings must be finite, got nan in tile 149" in err for *_, err in done] == [True, False]
+    assert ["wrote 2 slides" in done[0][1], "wrote 3 slides" in done[1][1]] == [True, True]
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         code, _, err = invoke(*two, "--collect=two.h5")

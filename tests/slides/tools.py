@@ -1,9 +1,8 @@
 """Slides written as each tool writes them: the same tiles in every format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,6 @@ def write_clam(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
 
 
 def write_clam_pt(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
-    """CLAM's features without their places."""
     path = write_clam(folder, name, x, coords)
     path.unlink()
     torch.save(x, path.with_suffix(".pt"))
@@ -86,10 +84,6 @@ def write_slide2vec(folder: Path, name: str, x: Tensor, coords: Tensor, suffix: 
     said = {"coordinates_npz_path": f"/elsewhere/tiles/{name}.coordinates.npz", "tile_size_lv0": SIDE, "requested_spacing_um": 0.5}
     (folder / f"{name}.meta.json").write_text(json.dumps({"feature_dim": x.shape[1], "num_tiles": len(x), **said}))
     return path
-
-
-def write_slide2vec_npz(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
-    return write_slide2vec(folder, name, x, coords, ".npz")
 
 
 def write_plain(folder: Path, name: str, x: Tensor, coords: Tensor, suffix: str = ".pt", key: str = "tile_embeds") -> Path:
@@ -166,14 +160,14 @@ WRITERS: dict[str, Callable[[Path, str, Tensor, Tensor], Path]] = {
     "clam": write_clam,
     "clam_pt": write_clam_pt,
     "slide2vec": write_slide2vec,
-    "slide2vec_npz": write_slide2vec_npz,
+    "slide2vec_npz": partial(write_slide2vec, suffix=".npz"),
     "lazyslide": write_lazyslide,
     "stamp": write_stamp,
     "mussel": write_mussel,
     "slideflow": write_slideflow,
     "pt": write_plain,
-    "npz": lambda folder, name, x, coords: write_plain(folder, name, x, coords, ".npz", "embeddings"),
-    "h5": lambda folder, name, x, coords: write_plain(folder, name, x, coords, ".h5", "features"),
+    "npz": partial(write_plain, suffix=".npz", key="embeddings"),
+    "h5": partial(write_plain, suffix=".h5", key="features"),
 }
 NEEDS_SIZE = {"stamp", "slideflow"}  # to give pixels of level 0
 # What says how large a tile is at level 0, and at which magnification it was embedded.

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, never pickled, refused where they do not fit."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -31,11 +29,10 @@ def test_resume_refuses_a_missing_or_damaged_checkpoint(tmp_path: Path, text: Pa
     trainer.run(lambda _: None)
     whole = contents(trainer.folder)
     state, tensors = (next(name for name in whole if name.endswith(end)) for end in (checkpoint.STATE_FILE, ".safetensors"))
-    bad = {
-        tensors: (None, b"", whole[tensors][:-1]),
-        state: (None, b"", whole[state][:-1], b"[]", b"{}", b'{"identity": 3}', b"\xff"),
-    }
-    for name, found in bad.items():
+    for name, found in (
+        (tensors, (None, b"", whole[tensors][:-1])),
+        (state, (None, b"", whole[state][:-1], b"[]", b"{}", b'{"identity": 3}', b"\xff")),
+    ):
         for content in found:
             path = trainer.folder / name
             path.unlink() if content is None else path.write_bytes(content)
@@ -84,9 +81,7 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, text: Path
 
 
 @pytest.mark.parametrize("kind", [OSError, SafetensorError])
-def test_failed_save_keeps_the_old_checkpoint(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
-) -> None:
+def test_failed_save_keeps_the_old_one(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
     trainer = make_trainer(tmp_path / "run", text)
     trainer.save()
     before = contents(trainer.folder)

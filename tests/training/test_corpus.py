@@ -1,7 +1,5 @@
 """The text of a run: what is read, what is held out, which batches are drawn."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -33,9 +31,7 @@ def test_text_is_the_same_in_whatever_order_the_filesystem_lists_it(tmp_path: Pa
         assert load_corpus([tmp_path], 37).digest == expected
 
 
-def test_only_what_is_hidden_below_the_given_folder_is_left_out_of_several_paths(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_is_hidden_below_the_folder_is_left_out(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ".cache" / "text"
     folder.mkdir(parents=True)
     (folder / "a.txt").write_bytes(b"a" * 211)

@@ -1,18 +1,14 @@
 """Training over ranks: the losses of one process, checkpoints for any number of ranks, killed ranks, stops, refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -23,18 +19,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import flexdilated
-from flexdilated import DilatedPattern, LongNetConfig
+from flexdilated import LongNetConfig
 from flexdilated.training import distributed
 from flexdilated.training.checkpoint import STATE_FILE, latest
 from flexdilated.training.options import UserError
 from flexdilated.training.trainer import Trainer
-from tests.commands import invoke, invoke_ranks
+from tests.commands import invoke, invoke_ranks, refused
 from tests.distributed import processes
 from tests.training import runs
 
 DEADLINE = 900.0  # of a command, for a machine that is busy
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32 losses after some steps
-needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
 # Of 37 tokens 2 and 3 ranks have other parts each, whose borders the segments cross.
 SMALL: dict[str, int] = {"tokens": 37, "steps": 7, "eval-every": 3, "checkpoint-every": 5}
@@ -49,34 +44,6 @@ def arguments(output: Path, text: Path, *more: str, **changes: object) -> list[s
 def run_alone(output: Path, text: Path, *more: str, **changes: object) -> None:
     code, _, err = invoke(*arguments(output, text, *more, **changes))
     assert code == 0, err
-
-
-@contextmanager
-def started(
-    num_ranks: int,
-    output: Path,
-    text: Path,
-    *more: str,
-    restarts: int = 0,
-    **changes: object,
-) -> Iterator[subprocess.Popen[str]]:
-    """The command under torchrun, on one host; nothing of it outlives the block."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", str(restarts), "--monitor-interval", "0.1"]
-    launch += ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "flexdilated"]
-    command = arguments(output, text, *more, **changes)
-    package = str(Path(flexdilated.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "TERMINAL_WIDTH": "160", "PYTHONFAULTHANDLER": "1"}
-    environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks of a second start may read addresses of the first
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([*launch, *command], stdout=pipe, stderr=pipe, text=True, env=environment)
-    try:
-        yield process
-    finally:
-        for rank in range(num_ranks if process.poll() is None else 0):
-            if (child := child_of(process, rank)) is not None:
-                os.kill(child, signal.SIGKILL)
-        process.kill()
-        process.communicate()
 
 
 def run_ranks(
@@ -120,48 +87,17 @@ def errors_of(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("error: ")]
 
 
-def ended(process: subprocess.Popen[str], num_ranks: int = 2) -> tuple[int, str, list[str]]:
-    try:
-        out, err = process.communicate(timeout=DEADLINE)
-    except subprocess.TimeoutExpired:
-        for rank in range(num_ranks):
-            if (child := child_of(process, rank)) is not None:
-                os.kill(child, signal.SIGABRT)  # prints the stacks of its threads
-        process.terminate()
-        out, err = process.communicate(timeout=DEADLINE)
-        pytest.fail(f"torchrun must end within {DEADLINE} s\n{out}\n{err}")
-    assert "Warning" not in err, err
-    return process.returncode, out, errors_of(err)
-
-
-def child_of(process: subprocess.Popen[str], rank: int) -> int | None:
-    """The process of a rank."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == process.pid and f"RANK={rank}".encode() in (path / "environ").read_bytes().split(b"\0"):
-                return int(path.name)
-        except OSError:  # it has ended meanwhile
-            continue
-    return None
-
-
-def signal_when_saved(process: subprocess.Popen[str], rank: int | None, number: int, folder: Path) -> int:
-    """Send a signal to a rank, or to torchrun, soon after the next checkpoint; returns to which process."""
-    end = time.monotonic() + DEADLINE
-    before = latest(folder)
+def signal_when_saved(process: subprocess.Popen[bytes], number: int, folder: Path) -> None:
+    """Send a signal to a process soon after the next checkpoint."""
+    end, before = time.monotonic() + DEADLINE, latest(folder)
     while latest(folder) == before:
         assert time.monotonic() < end, "no checkpoint in time"
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None
         time.sleep(0.01)
-    target = process.pid if rank is None else child_of(process, rank)
-    assert target is not None
-    os.kill(target, number)
-    return target
+    process.send_signal(number)
 
 
 def history(folder: Path, *, steps: int) -> dict[str, torch.Tensor]:
-    """Training and held-out losses of a run that has come to its end."""
     checkpoint = latest(folder)
     assert checkpoint is not None
     assert checkpoint.name == f"checkpoint-{steps}"
@@ -195,7 +131,7 @@ def test_process_that_is_killed_then_stopped_goes_on_exactly(tmp_path: Path, tex
         command = [sys.executable, "-m", "flexdilated", *arguments(tmp_path / "parts", text, option, **LONG)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums in the same order
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
-            signal_when_saved(process, None, number, tmp_path / "parts" / "dilated")
+            signal_when_saved(process, number, tmp_path / "parts" / "dilated")
             assert process.wait(DEADLINE) == code
     run_alone(tmp_path / "parts", text, "--resume", **LONG)
     parts, whole = (history(tmp_path / run / "dilated", steps=LONG["steps"]) for run in ("parts", "whole"))
@@ -204,27 +140,16 @@ def test_process_that_is_killed_then_stopped_goes_on_exactly(tmp_path: Path, tex
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@needs_proc
-def test_torchrun_starts_one_command_again_and_a_signal_to_it_stops_all_ranks(tmp_path: Path, text: Path) -> None:
-    folder = tmp_path / "run" / "dilated"
-    with started(2, tmp_path / "run", text, "--resume-if-any", restarts=1, **LONG) as process:
-        lost = signal_when_saved(process, 1, signal.SIGKILL, folder)
-        end = time.monotonic() + DEADLINE
-        while child_of(process, 1) in (None, lost):
-            assert time.monotonic() < end, "torchrun must start the ranks again"
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
-        signal_when_saved(process, None, signal.SIGTERM, folder)
-        code, out, errors = ended(process)
-    assert (code, errors, out.count("saved in")) == (1, [], 0)
-    starts = [int(step) for step in re.findall(rf"dilated: .* step (\d+) of {LONG['steps']}", out)]
-    assert len(starts) == 2
-    assert starts[0] == 0 < starts[1]
-    assert out.count("stopped; the checkpoint is saved: the same command with --resume goes on") == 1
+def test_torchrun_starts_the_command(tmp_path: Path, text: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "flexdilated"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(flexdilated.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launch, *arguments(tmp_path / "run", text, "--resume-if-any", steps=2)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=DEADLINE)
+    assert (done.returncode, errors_of(done.stderr), "Warning" in done.stderr) == (0, [], False), done.stderr
+    assert (done.stdout.count("over 2 ranks"), done.stdout.count("saved in")) == (1, 1)
 
 
 def go_to_another_host(folder: Path, rank: int) -> None:
-    """Where a relative path is another place."""
     if rank == 1:
         os.chdir(folder)
 
@@ -252,17 +177,12 @@ def test_rank_with_another_filesystem_is_named_and_nothing_is_lost(tmp_path: Pat
         (["--timeout-seconds=1"], "all 2 ranks must start within --timeout-seconds=1, got: "),
     ],
 )
-def test_rank_refuses_with_one_line(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
-) -> None:
+def test_rank_refuses(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str) -> None:
     started = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in started.items():
         monkeypatch.setenv(name, value)
     assert distributed.ranks_started() == (1, 2)
-    code, _, err = invoke(*arguments(tmp_path / "run", text, *options))
-    assert code == 2
-    assert err.startswith(f"error: {message}")
-    assert err.count("\n") == 1
+    assert refused(*arguments(tmp_path / "run", text, *options)).startswith(message)
     assert not dist.is_initialized()
 
 
@@ -297,11 +217,7 @@ for ending in ("sys.exit(0)", "sys.exit(3)", "raise ValueError('planted')"):
     assert result.stderr.count("Traceback") == result.stderr.count("ValueError: planted") == 1
 
 
-# -- the trainer, in processes of our own ---------------------------------------------------------------------------------------
-
-CONFIG = LongNetConfig(
-    vocab_size=256, embed_dim=24, num_layers=1, num_heads=2, pattern=DilatedPattern((13, 26), (1, 2)), dropout_p=0.1
-)
+CONFIG = LongNetConfig(**{**vars(runs.CONFIG), "num_layers": 1, "attention_dropout_p": 0.0})
 
 PLAIN = LongNetConfig(**{**vars(CONFIG), "dropout_p": 0.0})
 

@@ -1,7 +1,5 @@
 """The loop: schedule, losses, exact resumption, stops, what ends a run."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -73,13 +71,3 @@ def test_gradient_that_is_not_finite_ends_the_run_before_the_update(tmp_path: Pa
     with pytest.raises(UserError, match=r"^the gradient must stay finite, got another at step 0 with a loss of .*; start again"):
         trainer.run(lambda _: None)
     assert torch.equal(trainer.model.layer_norm.weight, weights)
-
-
-def test_bfloat16_steps_follow_those_of_float32(tmp_path: Path, text: Path) -> None:
-    """Compiled steps: tests/training/test_ranks.py."""
-    plain = make_trainer(tmp_path / "plain", text, steps=3)
-    low = make_trainer(tmp_path / "low", text, steps=3, dtype="bfloat16")
-    plain.run(lambda _: None)
-    low.run(lambda _: None)
-    for a, b in zip(plain.history, low.history):
-        assert a["train"] == pytest.approx(b["train"], rel=0.05)

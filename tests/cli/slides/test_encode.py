@@ -14,12 +14,12 @@ from tests.slides.tools import IN_CHANS, SIZE_OPTIONS, load
 from tests.tolerances import SINGLE, assert_twice_naive
 
 TILES = 53
+Slide = tuple[Tensor, Tensor]
 pytestmark = pytest.mark.usefixtures("tiny")
 
 
 @pytest.fixture
 def slide(tmp_path: Path) -> tuple[Tensor, Tensor]:
-    """A slide of 53 tiles on a grid with holes, `(N, C)` and `(N, 2)`, in a.pt."""
     cells = torch.randperm(29 * 29)[:TILES].sort().values
     x, coords = torch.randn(TILES, IN_CHANS), torch.stack([cells // 29, cells % 29], -1) * 256
     torch.save({"features": x, "coords": coords}, tmp_path / "a.pt")
@@ -32,7 +32,7 @@ def run(tiles: object, *arguments: object) -> tuple[int, str, str]:
 
 
 @torch.inference_mode()
-def expect(model: LongNetViT, slide: tuple[Tensor, Tensor], **options: Any) -> list[Tensor]:
+def expect(model: LongNetViT, slide: Slide, **options: Any) -> list[Tensor]:
     return model(slide[0][None], slide[1][None], **options)
 
 
@@ -47,7 +47,7 @@ def expect(model: LongNetViT, slide: tuple[Tensor, Tensor], **options: Any) -> l
     ],
 )
 def test_encode_slide_writes_what_the_model_gives(
-    tmp_path: Path, slide: tuple[Tensor, Tensor], weights: Path, suffix: str, arguments: list[str], options: dict[str, Any]
+    tmp_path: Path, slide: Slide, weights: Path, suffix: str, arguments: list[str], options: dict[str, Any]
 ) -> None:
     np.savez(tmp_path / "a.npz", features=slide[0].numpy(), coords=slide[1].numpy())
     tiles, output = tmp_path / f"a{suffix}", tmp_path / f"a.slide{suffix}"
@@ -62,7 +62,7 @@ def test_encode_slide_writes_what_the_model_gives(
     torch.testing.assert_close(torch.as_tensor(found["slide_embed"]), expect(load(weights, **options), slide)[0], **SINGLE)
 
 
-def test_encode_slide_writes_all_layers(tmp_path: Path, slide: tuple[Tensor, Tensor], weights: Path) -> None:
+def test_encode_slide_writes_all_layers(tmp_path: Path, slide: Slide, weights: Path) -> None:
     assert run(tmp_path / "a.pt", f"--weights={weights}", "--all-layers")[0] == 0
     actual, expected = torch.load(tmp_path / "a.slide.pt"), expect(load(weights), slide, all_layer_embed=True)
     assert list(actual) == ["layer_0_embed", "layer_1_embed", "layer_2_embed", "last_layer_embed"]
@@ -71,9 +71,7 @@ def test_encode_slide_writes_all_layers(tmp_path: Path, slide: tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_encode_slide_computes_in_the_dtype_and_writes_float32(
-    tmp_path: Path, slide: tuple[Tensor, Tensor], weights: Path, dtype: torch.dtype
-) -> None:
+def test_encode_slide_computes_in_the_dtype(tmp_path: Path, slide: Slide, weights: Path, dtype: torch.dtype) -> None:
     assert run(tmp_path / "a.pt", f"--weights={weights}", f"--dtype={str(dtype).removeprefix('torch.')}")[0] == 0
     actual = torch.load(tmp_path / "a.slide.pt")["slide_embed"]
     naive = expect(load(weights).to(dtype), (slide[0].to(dtype), slide[1]))[0]

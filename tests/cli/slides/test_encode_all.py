@@ -20,36 +20,24 @@ from torch import Tensor
 from flexdilated.slides import encode
 from flexdilated.slides.gigapath import LongNetViT, create_model
 from tests.commands import invoke
-from tests.slides.tools import (
-    DEPTH,
-    EMBED,
-    IN_CHANS,
-    SIDE,
-    SIZE_OPTIONS,
-    SIZES,
-    WRITERS,
-    draw_tiles,
-    load,
-    write_plain,
-    write_trident,
-)
+from tests.slides import tools
 from tests.tolerances import NAIVE_FACTOR, SINGLE
 
 pytestmark = pytest.mark.usefixtures("tiny")
+Slides = dict[str, tuple[Tensor, Tensor]]
 COUNTS = {"a": 53, "b/c": 1, "d": 131, "e": 17, "f": 46}
 
 
 @pytest.fixture
-def slides(tmp_path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Slides of some sizes in `tmp_path / "slides"`, as TRIDENT writes them."""
-    drawn = {name: draw_tiles(count, seed=i, origin=(37 * i, 5)) for i, (name, count) in enumerate(COUNTS.items())}
+def slides(tmp_path: Path) -> Slides:
+    drawn = {name: tools.draw_tiles(count, seed=i, origin=(37 * i, 5)) for i, (name, count) in enumerate(COUNTS.items())}
     for name, (x, coords) in drawn.items():
-        write_trident(tmp_path / "slides", name, x, coords)
+        tools.write_trident(tmp_path / "slides", name, x, coords)
     return drawn
 
 
 def arguments(folder: Path, weights: Path | None = None, *more: object) -> list[str]:
-    fixed = ["--arch=tiny", f"--in-chans={IN_CHANS}", "--device=cpu", *SIZE_OPTIONS]
+    fixed = ["--arch=tiny", f"--in-chans={tools.IN_CHANS}", "--device=cpu", *tools.SIZE_OPTIONS]
     fixed += [f"--output={folder / 'out'}", f"--collect={folder / 'out.h5'}"]
     named = [] if weights is None else [f"--weights={weights}"]
     return ["slides", "encode-all", str(folder / "slides"), *fixed, *named, *map(str, more)]
@@ -70,16 +58,11 @@ def read(path: Path) -> dict[str, Any]:
 @torch.inference_mode()
 def alone(model: LongNetViT, slide: tuple[Tensor, Tensor], **options: Any) -> list[Tensor]:
     x, coords = slide
-    return model(x[None], coords[None] // SIDE * 256, **options)
-
-
-# -- what it writes -----------------------------------------------------------------------------------------------------------
+    return model(x[None], coords[None] // tools.SIDE * 256, **options)
 
 
 @pytest.mark.parametrize(("budget", "pooling"), [(1, "--cls"), (60, "--global-pool"), (10_000, "--cls")])
-def test_each_slide_gives_what_it_gives_alone(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path, budget: int, pooling: str
-) -> None:
+def test_each_slide_gives_what_it_gives_alone(tmp_path: Path, slides: Slides, weights: Path, budget: int, pooling: str) -> None:
     code, out, err = run(tmp_path, weights, f"--token-budget={budget}", pooling)
     assert (code, err) == (0, "")
     assert f"wrote 5 slides of {sum(COUNTS.values())} tiles to '{tmp_path / 'out'}' in " in out
@@ -89,7 +72,7 @@ def test_each_slide_gives_what_it_gives_alone(
     assert found["num_tiles"].tolist() == list(COUNTS.values())
     assert found["files"] == [str(tmp_path / "slides" / f"{name}.h5") for name in COUNTS]
     assert found["tiles"] == {}
-    model = load(weights, global_pool=pooling == "--global-pool")
+    model = tools.load(weights, global_pool=pooling == "--global-pool")
     for embedding, slide in zip(found["embeddings"], slides.values()):
         torch.testing.assert_close(torch.from_numpy(embedding), alone(model, slide)[0][0], **SINGLE)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.h5", "slides", "slide_encoder.pth"}
@@ -100,11 +83,11 @@ def test_each_slide_gives_what_it_gives_alone(
         assert (file.attrs["name"], file.attrs["num_tiles"]) == ("b/c", 1)
 
 
-def test_layers_and_tiles_are_those_of_the_model(tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path) -> None:
+def test_layers_and_tiles_are_those_of_the_model(tmp_path: Path, slides: Slides, weights: Path) -> None:
     assert run(tmp_path, weights, "--layers=all", "--tiles")[0] == 0
     found = read(tmp_path / "out.h5")
-    model = load(weights)
-    assert found["embeddings"].shape == (5, DEPTH + 1, EMBED)
+    model = tools.load(weights)
+    assert found["embeddings"].shape == (5, tools.DEPTH + 1, tools.EMBED)
     for (name, slide), embeddings in zip(slides.items(), found["embeddings"]):
         layers = torch.cat(alone(model, slide, all_layer_embed=True))
         torch.testing.assert_close(torch.from_numpy(embeddings), layers, **SINGLE)
@@ -115,13 +98,11 @@ def test_layers_and_tiles_are_those_of_the_model(tmp_path: Path, slides: dict[st
         assert np.array_equal(tiles["coords"], slide[1].numpy())
 
 
-def test_low_precision_stays_near_what_is_computed_in_float32(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
-) -> None:
+def test_low_precision_stays_near_float32(tmp_path: Path, slides: Slides, weights: Path) -> None:
     assert run(tmp_path, weights, "--store=float16", "--dtype=bfloat16", "--tiles")[0] == 0
     found = read(tmp_path / "out.h5")
     assert {found["embeddings"].dtype, found["tiles"]["a"]["embeddings"].dtype} == {np.dtype("float16")}
-    model = load(weights)
+    model = tools.load(weights)
     for embedding, slide in zip(found["embeddings"], slides.values()):
         bound = {"atol": NAIVE_FACTOR * 4 * torch.finfo(torch.bfloat16).eps, "rtol": 0.0}
         torch.testing.assert_close(torch.from_numpy(embedding).float(), alone(model, slide)[0][0], **bound)
@@ -133,7 +114,7 @@ def test_provenance_says_what_determines_the_numbers(tmp_path: Path, slides: obj
     settings = found["settings"]
     digest = subprocess.run(["sha256sum", weights], capture_output=True, text=True, check=True).stdout.split()[0]
     assert settings["weights"] == digest
-    assert settings["pattern"] == load(weights).pattern.to_dict()
+    assert settings["pattern"] == tools.load(weights).pattern.to_dict()
     assert {"arch", "order", "dtype", "store", "layers", "global_pool", "magnification"} <= set(settings)
     assert found["versions"]["torch"] == torch.__version__
     assert {"flexdilated", "python"} <= set(found["versions"])
@@ -141,11 +122,10 @@ def test_provenance_says_what_determines_the_numbers(tmp_path: Path, slides: obj
 
 
 def test_coordinates_are_found_in_the_folder_of_the_same_name(tmp_path: Path, weights: Path) -> None:
-    """Two hospitals, each with a slide of one name: of as many tiles, at other places."""
     drawn = {}
     for site, seed in (("x", 1), ("y", 2)):
-        x, coords = drawn[f"{site}/a"] = draw_tiles(53, seed=seed)
-        path = WRITERS["clam_pt"](tmp_path / "made" / site / "features", "a", x, coords)
+        x, coords = drawn[f"{site}/a"] = tools.draw_tiles(53, seed=seed)
+        path = tools.WRITERS["clam_pt"](tmp_path / "made" / site / "features", "a", x, coords)
         for source, target in ((path, "slides"), (path.parent.parent / "patches" / "a.h5", "patches")):
             (tmp_path / target / site).mkdir(parents=True)
             source.rename(tmp_path / target / site / source.name)
@@ -153,25 +133,22 @@ def test_coordinates_are_found_in_the_folder_of_the_same_name(tmp_path: Path, we
     found = read(tmp_path / "out.h5")
     assert found["names"] == list(drawn)
     for embedding, slide in zip(found["embeddings"], drawn.values()):
-        torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), slide)[0][0], **SINGLE)
+        torch.testing.assert_close(torch.from_numpy(embedding), alone(tools.load(weights), slide)[0][0], **SINGLE)
 
 
-# -- bad slides ---------------------------------------------------------------------------------------------------------------
-
-
-def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path) -> None:
+def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: Slides, weights: Path) -> None:
     folder = tmp_path / "slides"
-    x, coords = draw_tiles(11)
+    x, coords = tools.draw_tiles(11)
     nan = x.clone()
     nan[3] = torch.nan
-    write_trident(folder, "bad-nan", nan, coords)
-    write_trident(folder, "bad-twice", x, coords.index_copy(0, torch.tensor([1]), coords[:1]))
-    write_trident(folder, "bad-empty", x[:0], coords[:0])
-    write_trident(folder, "bad-width", x[:, :5], coords)
-    write_trident(folder, "bad-size", x, coords, patch_size_level0="None", patch_size="None")
-    write_trident(folder, "bad-level", x, coords // 32)
-    write_trident(folder, "bad-magnification", x, coords, target_magnification=40)
-    write_trident(folder, "bad-cut", x, coords)
+    tools.write_trident(folder, "bad-nan", nan, coords)
+    tools.write_trident(folder, "bad-twice", x, coords.index_copy(0, torch.tensor([1]), coords[:1]))
+    tools.write_trident(folder, "bad-empty", x[:0], coords[:0])
+    tools.write_trident(folder, "bad-width", x[:, :5], coords)
+    tools.write_trident(folder, "bad-size", x, coords, patch_size_level0="None", patch_size="None")
+    tools.write_trident(folder, "bad-level", x, coords // 32)
+    tools.write_trident(folder, "bad-magnification", x, coords, target_magnification=40)
+    tools.write_trident(folder, "bad-cut", x, coords)
     cut = folder / "bad-cut.h5"
     cut.write_bytes(cut.read_bytes()[:1000])
     code, out, err = run(tmp_path, weights)
@@ -193,7 +170,7 @@ def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: dict[
     found = read(tmp_path / "out.h5")
     assert found["names"] == list(COUNTS)
     # Repaired, they join the others, in the order of names.
-    write_trident(folder, "bad-nan", x, coords)
+    tools.write_trident(folder, "bad-nan", x, coords)
     code, _, _ = run(tmp_path, weights)
     assert code == 1
     again = read(tmp_path / "out.h5")
@@ -202,33 +179,26 @@ def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: dict[
 
 
 def test_a_tile_size_that_leaves_cells_empty_is_asked_about(tmp_path: Path, weights: Path) -> None:
-    write_plain(tmp_path / "slides", "a", *draw_tiles(300))
+    tools.write_plain(tmp_path / "slides", "a", *tools.draw_tiles(300))
     code, _, err = run(tmp_path, weights, "--tile-size-level0=256", "--slide-ngrids=60")
     assert code == 0
     assert "note: " in err
     assert "neighbours are 512 apart: is a tile 256 pixels wide at level 0?" in err
 
 
-def test_a_slide_that_overflows_leaves_its_neighbours_in_the_pack_alone(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
-) -> None:
-    x, coords = draw_tiles(23)
-    write_trident(tmp_path / "slides", "c", x.double() * 1e300, coords)
+def test_a_slide_that_overflows_leaves_its_pack_alone(tmp_path: Path, slides: Slides, weights: Path) -> None:
+    x, coords = tools.draw_tiles(23)
+    tools.write_trident(tmp_path / "slides", "c", x.double() * 1e300, coords)
     code, _, err = run(tmp_path, weights)
     assert code == 1
     assert "c.h5' gives embeddings that are not finite, computed in float32; use another dtype" in err
     found = read(tmp_path / "out.h5")
     assert found["names"] == list(COUNTS)
     for embedding, slide in zip(found["embeddings"], slides.values()):
-        torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), slide)[0][0], **SINGLE)
+        torch.testing.assert_close(torch.from_numpy(embedding), alone(tools.load(weights), slide)[0][0], **SINGLE)
 
 
-# -- slides that have a file --------------------------------------------------------------------------------------------------
-
-
-def test_slides_without_memory_are_named_with_the_remedy(
-    tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slides_without_memory_are_named(tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -252,7 +222,6 @@ def count_encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def interrupt(folder: Path, weights: Path, *more: object) -> None:
-    """Ctrl-C after two slides."""
     whole = encode.encode_slides
 
     def some(*args: Any, **options: Any) -> Iterator[object]:
@@ -268,9 +237,7 @@ def interrupt(folder: Path, weights: Path, *more: object) -> None:
     assert "slides that have a file are kept: the same command goes on" in err
 
 
-def test_the_same_command_goes_on_where_a_run_was_interrupted(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on(tmp_path: Path, slides: Slides, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "slides").symlink_to(tmp_path / "slides")
     assert run(tmp_path / "whole", weights, "--tiles")[0] == 0
@@ -297,7 +264,7 @@ def test_a_file_of_other_settings_is_an_error(tmp_path: Path, slides: object, we
     place = f"got '{tmp_path / 'out' / 'a.h5'}' of layers 'last', now 'all'; use --overwrite or another folder"
     assert f"--output must hold slides of the same settings, {place}" in err
     digest = read(tmp_path / "out.h5")["settings"]["weights"]
-    torch.save({"model": create_model(None, "tiny", IN_CHANS, **SIZES).state_dict()}, weights)
+    torch.save({"model": create_model(None, "tiny", tools.IN_CHANS, **tools.SIZES).state_dict()}, weights)
     code, _, err = run(tmp_path, weights)
     assert code == 2
     assert f"of weights '{digest}', now '{hashlib.sha256(weights.read_bytes()).hexdigest()}'" in err
@@ -305,8 +272,8 @@ def test_a_file_of_other_settings_is_an_error(tmp_path: Path, slides: object, we
     for name in ("trident", "cut"):  # of another tool, and damaged
         folder = tmp_path / name
         (folder / "slides").mkdir(parents=True)
-        write_trident(folder / "slides", "a", *draw_tiles(3))
-        write_trident(folder / "out", "a", *draw_tiles(3))
+        tools.write_trident(folder / "slides", "a", *tools.draw_tiles(3))
+        tools.write_trident(folder / "out", "a", *tools.draw_tiles(3))
         if name == "cut":
             (folder / "out" / "a.h5").write_bytes(before[:100])
         code, _, err = run(folder, weights)
@@ -314,12 +281,9 @@ def test_a_file_of_other_settings_is_an_error(tmp_path: Path, slides: object, we
         assert f"--output must hold files that `slides encode-all` wrote, got '{folder / 'out' / 'a.h5'}'" in err
 
 
-def test_a_slide_is_known_by_what_its_files_hold_not_by_where_and_when(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CLAM's `.pt` hold no coordinates: the patches beside them are a part of the slide."""
+def test_a_slide_is_known_by_what_its_files_hold(tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i, name in enumerate("ab"):
-        WRITERS["clam_pt"](tmp_path / "slides", name, *draw_tiles(53, seed=i))
+        tools.WRITERS["clam_pt"](tmp_path / "slides", name, *tools.draw_tiles(53, seed=i))
     assert run(tmp_path, weights, f"--coords={tmp_path / 'patches'}")[0] == 0
     assert len(set(read(tmp_path / "out.h5")["file_digests"])) == 2
     # Copied to another disk, as for a job of a cluster: the times are others, and the folder is given by a relative path.
@@ -332,7 +296,7 @@ def test_a_slide_is_known_by_what_its_files_hold_not_by_where_and_when(
     assert names == []
     with h5py.File(tmp_path / "moved" / "b.h5", "r+") as file:
         file["coords"][3] += 1
-    torch.save(torch.ones(53, IN_CHANS), tmp_path / "slides" / "a.pt")
+    torch.save(torch.ones(53, tools.IN_CHANS), tmp_path / "slides" / "a.pt")
     code, _, err = run(tmp_path, weights, moved)
     assert code == 1
     assert err.splitlines() == [
@@ -342,10 +306,9 @@ def test_a_slide_is_known_by_what_its_files_hold_not_by_where_and_when(
     ]
 
 
-def test_a_full_disk_is_named_and_leaves_whole_files_alone(
+def test_a_full_disk_leaves_whole_files_alone(
     tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the third file: two are whole, and the third has no file under its name."""
     synced: list[int] = []
 
     def fill(descriptor: int) -> None:
@@ -362,9 +325,6 @@ def test_a_full_disk_is_named_and_leaves_whole_files_alone(
     assert sorted(path.name for path in (tmp_path / "out").rglob("*.h5")) == ["a.h5", "c.h5"]
     assert run(tmp_path, weights)[0] == 0
     assert read(tmp_path / "out.h5")["names"] == list(COUNTS)
-
-
-# -- the output ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ DECODERS = ["Llama", "Qwen3", "Mistral"]
 
 
 def build(name: str, pattern: DilatedPattern | None = RAGGED, **options: Any) -> Any:
-    """A tiny random model of the library, in evaluation mode, with dilated attention."""
     sizes: dict[str, Any]
     if name == "Bert":
         sizes, kind = {**TEXT, "max_position_embeddings": 64}, "ForMaskedLM"
@@ -42,7 +41,6 @@ def build(name: str, pattern: DilatedPattern | None = RAGGED, **options: Any) ->
 
 
 def dilated(pattern: DilatedPattern) -> dict[str, Any]:
-    """Fields of a config of the library."""
     return {"dilated_pattern": pattern.to_dict(), "attn_implementation": "flexdilated"}
 
 
@@ -60,7 +58,6 @@ def inputs_of(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor
 
 
 def run(model: nn.Module, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and the gradients of a weighted sum of them."""
     model.zero_grad()
     logits = model(**inputs).logits
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)).to(logits.dtype)

@@ -1,7 +1,5 @@
 """Sizes and inputs of tiny models, for the survey of all model types."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -29,32 +27,14 @@ def _normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-def _patches(config: Any) -> dict[str, Any]:
-    """Images as patches of several shapes."""
-    mask, shapes = torch.ones(2, 16, dtype=torch.int64), torch.tensor([[4, 4], [2, 8]])
-    return {
-        "pixel_values": _normal(2, 16, config.num_channels * config.patch_size**2),
-        "pixel_attention_mask": mask,
-        "spatial_shapes": shapes,
-    }
-
-
-def _placed_patches(config: Any) -> dict[str, Any]:
-    """Patches that say where they stand."""
-    places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(2, -1, -1)
-    return {"pixel_values": _normal(2, 36, 3 * config.patch_size**2), "pixel_position_ids": places}
-
-
 def _merged_patches(config: Any) -> dict[str, Any]:
     side = config.spatial_merge_size * config.patch_size
     return {"pixel_values": _normal(4, side, side, config.num_channels), "image_grid_thw": torch.tensor([[1, 2, 2]])}
 
 
 def _strip_of_patches(config: Any) -> dict[str, Any]:
-    return {
-        "pixel_values": _normal(1, 3, config.patch_size, 32 * config.patch_size),
-        "target_sizes": torch.tensor([[4, 4], [4, 4]]),
-    }
+    strip = _normal(1, 3, config.patch_size, 32 * config.patch_size)
+    return {"pixel_values": strip, "target_sizes": torch.tensor([[4, 4], [4, 4]])}
 
 
 def _sound(config: Any) -> dict[str, Any]:
@@ -62,77 +42,66 @@ def _sound(config: Any) -> dict[str, Any]:
     return {"input_values": _normal(2, 1, 48_000)}
 
 
-def _latents(config: Any) -> dict[str, Any]:
-    return {"latents": _normal(2, config.hidden_size, TOKENS)}
-
-
-def _noise(config: Any) -> dict[str, Any]:
-    """Behind tokens of the model that it drafts for."""
-    return {
-        "noise_embeds": _normal(2, config.block_size, config.hidden_size),
-        "context_hidden_states": _normal(2, 7, config.hidden_size * len(config.target_layer_ids)),
-    }
-
-
 def _games(config: Any) -> dict[str, Any]:
-    return {
-        "states": _normal(2, 8, config.state_dim),
-        "actions": _normal(2, 8, config.act_dim),
-        "rewards": _normal(2, 8, 1),
-        "returns_to_go": _normal(2, 8, 1),
-        "timesteps": torch.arange(8).expand(2, -1),
-        "attention_mask": torch.ones(2, 8, dtype=torch.int64),
-    }
+    parts = {"states": config.state_dim, "actions": config.act_dim, "rewards": 1, "returns_to_go": 1}
+    times = {"timesteps": torch.arange(8).expand(2, -1), "attention_mask": _ones(2, 8)}
+    return {name: _normal(2, 8, size) for name, size in parts.items()} | times
 
 
-def _series(config: Any) -> dict[str, Any]:
-    length = 16 * config.patch_length
-    return {
-        "past_values": _normal(2, length),
-        "past_values_padding": torch.zeros(2, length),
-        "freq": torch.zeros(2, 1, dtype=torch.int64),
-    }
-
-
-def _queries(config: Any) -> dict[str, Any]:
-    """As many as there are tokens of the other model."""
-    return {
-        "query_embeds": _normal(2, TOKENS, config.hidden_size),
-        "encoder_hidden_states": _normal(2, TOKENS, config.encoder_hidden_size),
-    }
+def _ones(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.int64)
 
 
 OWN_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "blip_2_qformer": _queries,
+    "blip_2_qformer": lambda config: {  # as many queries as there are tokens of the other model
+        "query_embeds": _normal(2, TOKENS, config.hidden_size),
+        "encoder_hidden_states": _normal(2, TOKENS, config.encoder_hidden_size),
+    },
     "decision_transformer": _games,
     "fun_asr_nano_encoder": lambda config: {
         "input_features": _normal(2, TOKENS, config.num_mel_bins * config.num_stacked_frames),
-        "input_features_mask": torch.ones(2, TOKENS, dtype=torch.int64),
+        "input_features_mask": _ones(2, TOKENS),
     },
     "gemma3n_audio": lambda config: {
         "audio_mel": _normal(2, 64, config.input_feat_size),
         "audio_mel_mask": torch.zeros(2, 64, dtype=torch.bool),
     },
-    "gemma4_audio": lambda config: {"input_features": _normal(2, 64, 128), "attention_mask": torch.ones(2, 64, dtype=torch.bool)},
-    "gemma4_vision": _placed_patches,
+    "gemma4_audio": lambda config: {"input_features": _normal(2, 64, 128), "attention_mask": _ones(2, 64).bool()},
+    "gemma4_vision": lambda config: {
+        "pixel_values": _normal(2, 36, 3 * config.patch_size**2),
+        "pixel_position_ids": torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(2, -1, -1),
+    },
     "inkling2_vision": _merged_patches,
     "mimi": _sound,
-    "mimi_decoder": _latents,
+    "mimi_decoder": lambda config: {"latents": _normal(2, config.hidden_size, TOKENS)},
     "mimi_encoder": _sound,
     "minicpm_ocr_vision": _strip_of_patches,
     "minicpmv4_7_vision": _strip_of_patches,
-    "muse_glimmer_assistant": _noise,
+    "muse_glimmer_assistant": lambda config: {  # behind tokens of the model that it drafts for
+        "noise_embeds": _normal(2, config.block_size, config.hidden_size),
+        "context_hidden_states": _normal(2, 7, config.hidden_size * len(config.target_layer_ids)),
+    },
     "muse_spark_audio": lambda config: {"input_values": _normal(2, 2 * 1920)},
     "pocket_tts_audio_tokenizer_decoder": lambda config: {"latents": _normal(2, config.hidden_size, 11)},
     "qwen3_asr_encoder": lambda config: {
         "input_features": _normal(2, config.num_mel_bins, 4 * config.n_window),
-        "input_features_mask": torch.ones(2, 4 * config.n_window, dtype=torch.int64),
+        "input_features_mask": _ones(2, 4 * config.n_window),
     },
-    "siglip2_vision_model": _patches,
-    "timesfm": _series,
+    "siglip2_vision_model": lambda config: {  # patches of several shapes
+        "pixel_values": _normal(2, 16, config.num_channels * config.patch_size**2),
+        "pixel_attention_mask": _ones(2, 16),
+        "spatial_shapes": torch.tensor([[4, 4], [2, 8]]),
+    },
+    "timesfm": lambda config: {
+        "past_values": _normal(2, 16 * config.patch_length),
+        "past_values_padding": torch.zeros(2, 16 * config.patch_length),
+        "freq": torch.zeros(2, 1, dtype=torch.int64),
+    },
     "vibevoice_acoustic_tokenizer_decoder": lambda config: {"hidden_states": _normal(2, config.hidden_size, TOKENS)},
     "vibevoice_acoustic_tokenizer_encoder": lambda config: {"hidden_states": _normal(2, 1, 64)},
 }
+# Fields by which models name the width of their sounds.
+BINS = ["num_mel_bins", "input_feat_size", "feature_size", "feature_projection_input_dim", "n_mels", "mel_bins", "input_dim"]
 
 
 def draw(names: Sequence[str], config: Any) -> Iterator[dict[str, Tensor]]:
@@ -152,7 +121,7 @@ def _draw(name: str, config: Any) -> Iterator[Tensor]:
     if name in ("input_ids", "decoder_input_ids"):
         yield torch.randint(4, 30, (2, TOKENS if name == "input_ids" else 7), generator=generator)
     elif name == "attention_mask":
-        yield torch.ones(2, TOKENS, dtype=torch.int64)
+        yield _ones(2, TOKENS)
     elif name == "bbox":
         yield torch.zeros(2, TOKENS, 4, dtype=torch.int64)
     elif name in ("pixel_values", "pixel_values_videos"):
@@ -172,22 +141,7 @@ def _draw(name: str, config: Any) -> Iterator[Tensor]:
         yield normal(2, 1, 3200)
         yield normal(2, getattr(config, "max_length", 64), getattr(config, "num_mel_bins", 16))
     elif name in ("input_features", "audio_mel"):
-        bins = next(
-            (
-                getattr(config, field)
-                for field in (
-                    "num_mel_bins",
-                    "input_feat_size",
-                    "feature_size",
-                    "feature_projection_input_dim",
-                    "n_mels",
-                    "mel_bins",
-                    "input_dim",
-                )
-                if isinstance(getattr(config, field, None), int)
-            ),
-            16,
-        )
+        bins = next((getattr(config, field) for field in BINS if isinstance(getattr(config, field, None), int)), 16)
         longest = 2 * (getattr(config, "max_source_positions", None) or 32)
         for length in (64, longest):
             yield normal(2, bins, length)
@@ -199,12 +153,13 @@ def _draw(name: str, config: Any) -> Iterator[Tensor]:
         yield torch.tensor([[1, 4, 4]])
         yield torch.tensor([[4, 4]])
     elif name == "input_features_mask":
-        yield torch.ones(2, 64, dtype=torch.int64)
+        yield _ones(2, 64)
     elif name == "merge_sizes":
         yield torch.tensor([1])
-    elif name in ("past_values",):
-        yield normal(2, getattr(config, "context_length", None) or 32, getattr(config, "num_input_channels", 1))
-        yield normal(2, getattr(config, "context_length", None) or 32)
+    elif name == "past_values":
+        length = getattr(config, "context_length", None) or 32
+        yield normal(2, length, getattr(config, "num_input_channels", 1))
+        yield normal(2, length)
 
 
 def _channels(config: Any) -> int:

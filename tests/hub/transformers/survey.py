@@ -5,8 +5,6 @@ python -m tests.hub.transformers.survey --keep     keeps it in model_types.json,
 python -m tests.hub.transformers.survey bert vit   shows some
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools
@@ -61,7 +59,6 @@ class Late(BaseException):
 
 
 def survey(model_type: str) -> Finding:
-    """Build a tiny model of a type and run it dense, under a dense pattern, and under a dilated one."""
     with _deadline():
         try:
             return _survey(model_type)
@@ -77,31 +74,17 @@ def _survey(model_type: str) -> Finding:
         default = config_class()
     except Exception as error:
         return Finding("not tried", _shown(error))
-    refusal = _refused_by_config(config_class)
-    if refusal is not None:
-        return refusal
+    refusal = _refusal(config_class)
+    if isinstance(refusal, NotImplementedError) and _raised_in(refusal).endswith("patterns.py"):
+        return Finding("refused", _shown(refusal))
     parts = [name for name in default.sub_configs if isinstance(getattr(default, name, None), PreTrainedConfig)]
     if parts:
+        is_refused = isinstance(refusal, ValueError) and "config must be that of one part" in str(refusal)
         made_of = ", ".join(f"{name}: {getattr(default, name).model_type}" for name in sorted(parts))
-        return Finding("parts", made_of if _refuses_whole(config_class) else f"{made_of}; what is its own was not tried")
-    found, errors = None, []
-    for sizes in attempts(model_type, default):
-        try:
-            model = build(config_class, model_class, sizes, None)
-        except Exception as error:
-            errors.append(error)
-            continue
-        for inputs in inputs_of(model_type, model):
-            try:
-                expected = _run(model, inputs)
-            except Exception as error:
-                errors.append(error)
-                continue
-            found = sizes, inputs, expected
-            break
-        if found:
-            break
-    if not found:
+        return Finding("parts", made_of if is_refused else f"{made_of}; what is its own was not tried")
+    errors: list[Exception] = []
+    found = next(_dense_runs(model_type, default, errors), None)
+    if found is None:
         return Finding("not tried", _shown(errors[0]) if errors else "nothing is known of its inputs")
     sizes, inputs, expected = found
     # The library's own windows are longer than these inputs: what they hide shows in narrow ones.
@@ -128,6 +111,20 @@ def _survey(model_type: str) -> Finding:
     return last
 
 
+def _dense_runs(model_type: str, default: Any, errors: list[Exception]) -> Iterator[tuple[dict[str, Any], dict[str, Any], Tensor]]:
+    """Sizes and inputs with which the dense model runs, and what it gives; errors of others are added to a list."""
+    for sizes in attempts(model_type, default):
+        try:
+            model = build(type(default), _model_class(model_type), sizes, None)
+            for inputs in inputs_of(model_type, model):
+                try:
+                    yield sizes, inputs, _run(model, inputs)
+                except Exception as error:
+                    errors.append(error)
+        except Exception as error:
+            errors.append(error)
+
+
 def _known_fields(config: Any) -> dict[str, Any]:
     found = {}
     for name in FIELDS:
@@ -137,19 +134,15 @@ def _known_fields(config: Any) -> dict[str, Any]:
 
 
 def _compare(
-    config_class: Any,
-    model_class: Any,
-    sizes: dict[str, Any],
-    inputs: dict[str, Any],
-    expected: Tensor,
-    fields: dict[str, Any],
+    config_class: Any, model_class: Any, sizes: dict[str, Any], inputs: dict[str, Any], expected: Tensor, fields: dict[str, Any]
 ) -> Finding:
     try:
         out = _run(build(config_class, model_class, sizes, DENSE, fields), inputs)
         other = _run(build(config_class, model_class, sizes, DILATED, fields), inputs)
     except Exception as error:
-        raised = traceback.extract_tb(error.__traceback__)[-1].filename
-        is_ours = f"{os.sep}flexdilated{os.sep}" in raised and isinstance(error, ValueError | TypeError | NotImplementedError)
+        is_ours = f"{os.sep}flexdilated{os.sep}" in _raised_in(error) and isinstance(
+            error, ValueError | TypeError | NotImplementedError
+        )
         return Finding("refused" if is_ours else "fault", _shown(error))
     if out.shape != expected.shape or not torch.allclose(out, expected, **TOLERANCE):
         return Finding("fault", "differs from dense attention under a dense pattern")
@@ -158,24 +151,13 @@ def _compare(
     return Finding("runs")
 
 
-def _refused_by_config(config_class: Any) -> Finding | None:
-    """By its config alone."""
+def _refusal(config_class: Any) -> Exception | None:
+    """What setting a pattern in a config raises."""
     try:
         set_pattern(config_class(), DENSE)
     except Exception as error:
-        raised = traceback.extract_tb(error.__traceback__)[-1].filename
-        if raised.endswith("patterns.py") and isinstance(error, NotImplementedError):
-            return Finding("refused", _shown(error))
+        return error
     return None
-
-
-def _refuses_whole(config_class: Any) -> bool:
-    """Whether a pattern must be set on the parts."""
-    try:
-        set_pattern(config_class(), DENSE)
-    except ValueError as error:
-        return "config must be that of one part" in str(error)
-    return False
 
 
 def attempts(model_type: str, default: Any) -> Iterator[dict[str, Any]]:
@@ -193,7 +175,6 @@ def attempts(model_type: str, default: Any) -> Iterator[dict[str, Any]]:
 
 
 def _layers(default: Any) -> dict[str, Any]:
-    """As many layers as show every kind of them."""
     kinds = getattr(default, "layer_types", None)
     if not kinds:
         return {}
@@ -212,7 +193,6 @@ def _roped(known: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def inputs_of(model_type: str, model: Any) -> Iterator[dict[str, Any]]:
-    """Inputs to try, by the names that `forward` has."""
     if model_type in OWN_INPUTS:
         yield OWN_INPUTS[model_type](model.config)
         return
@@ -270,6 +250,10 @@ def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+def _raised_in(error: BaseException) -> str:
+    return traceback.extract_tb(error.__traceback__)[-1].filename
+
+
 def _shown(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     named = text if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {text}"
@@ -291,7 +275,6 @@ def _deadline() -> Iterator[None]:
 
 
 def version() -> str:
-    """Of the transformers library, whose types are kept."""
     return json.loads(KEPT.read_text())["transformers"]
 
 

@@ -1,7 +1,5 @@
 """Models over ranks: tokens by this library's exchange, parameters by FSDP2, heads by wrappers that send them for tokens."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any
@@ -15,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flexdilated.distributed import shard_sequence
-from tests.distributed.processes import Ranks
+from tests.distributed.processes import exactly
 from tests.tolerances import EXACT, SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
@@ -29,7 +27,6 @@ IGNORED = -100
 
 
 def models() -> dict[str, Any]:
-    """The same on every rank, in float64."""
     found = {}
     for name, pattern, options in (("Llama", RAGGED, {}), ("Qwen3", GROUPED, {}), ("GPT2", INTERLEAVED, None)):
         torch.manual_seed(11)
@@ -57,9 +54,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 def check_gradients(model: Any, expected: dict[str, Tensor], reduce: Any, tolerance: Any = EXACT) -> None:
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            reduce(parameter.grad), expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(reduce(parameter.grad), expected[name], **tolerance, msg=lambda t, name=name: f"{name}: {t}")
 
 
 def summed(gradient: Tensor) -> Tensor:
@@ -67,12 +62,8 @@ def summed(gradient: Tensor) -> Tensor:
     return gradient
 
 
-@pytest.mark.ranks
-def test_shards_of_tokens_equal_one_process(pair: Ranks) -> None:
-    pair.run(compare_shards)
-
-
-def compare_shards(rank: int, _: DeviceMesh) -> None:
+@exactly(2)
+def test_shards_of_tokens_equal_one_process(rank: int, world: DeviceMesh) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
     torch.manual_seed(3)
     tokens = torch.randint(2, VOCAB, (BATCH, TOKENS))
@@ -169,9 +160,7 @@ def compiled_documents(mesh: DeviceMesh, tokens: Tensor, rank: int) -> None:
 def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -> None:
     positions = torch.arange(17)[None] + 17 * rank
     model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens))
-    with pytest.raises(
-        ValueError, match=f"position_ids must be None, or count from {17 * rank} in the whole sequence on rank {rank}"
-    ):
+    with pytest.raises(ValueError, match=f"position_ids must be None, or count from {17 * rank} in the whole sequence on rank"):
         model(tokens, position_ids=positions + 1)
     with pytest.raises(ValueError, match=r"shard_lengths must be at least 1 in a model over a mesh of the library, got \(0, 17\)"):
         model(tokens[:, : 17 * rank], shard_lengths=(0, 17))
@@ -193,15 +182,8 @@ def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -
         hub.shard_context(model, model._dilated_context.mesh)
 
 
-# -- what would be silent -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks
-def test_what_no_shard_can_do_is_refused_on_every_rank(pair: Ranks) -> None:
-    pair.run(refuse_on_every_rank)
-
-
-def refuse_on_every_rank(rank: int, _: DeviceMesh) -> None:
+@exactly(2)
+def test_what_no_shard_can_do_is_refused_on_every_rank(rank: int, world: DeviceMesh) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
     torch.manual_seed(3)
     tokens = torch.randint(2, VOCAB, (BATCH, TOKENS))
@@ -244,15 +226,8 @@ def refuse_on_every_rank(rank: int, _: DeviceMesh) -> None:
         experts(batch["input_ids"], output_router_logits=True)
 
 
-# -- FSDP2 --------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks
-def test_sharded_parameters_equal_one_process(pair: Ranks) -> None:
-    pair.run(compare_fsdp)
-
-
-def compare_fsdp(rank: int, _: DeviceMesh) -> None:
+@exactly(2)
+def test_sharded_parameters_equal_one_process(rank: int, world: DeviceMesh) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(4)
     tokens = torch.randint(2, VOCAB, (2 * BATCH, TOKENS))
@@ -275,100 +250,6 @@ def compare_fsdp(rank: int, _: DeviceMesh) -> None:
             torch.testing.assert_close(logits, expected[here], **EXACT)
             assert all(isinstance(parameter, dist.tensor.DTensor) for parameter in sharded.parameters())
             check_gradients(sharded, gradients(whole), lambda gradient: gradient.full_tensor())
-
-
-# -- heads for tokens ---------------------------------------------------------------------------------------------------------
-
-
-class Exchange(torch.autograd.Function):
-    """All-to-all of equal parts along dim 0, as sequence-parallel wrappers send heads for tokens; its own transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous())
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return Exchange.apply(grad)
-
-
-class Ulysses:
-    """Around an attention function of the library: tokens of all ranks and a part of the heads inside, as DeepSpeed's wrapper."""
-
-    def __init__(self, core: Any) -> None:
-        self.core = core
-
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-        q, k, v = (self.heads_for_tokens(x) for x in (query, key, value))
-        out, _ = self.core(module, q, k, v, None, **options)  # such wrappers drop the mask, which is that of a shard
-        size = dist.get_world_size()
-        batch, tokens, heads, dim = out.shape
-        parts = out.view(batch, size, tokens // size, heads, dim).transpose(0, 1)  # (ranks, B, n, h, D)
-        return Exchange.apply(parts).permute(1, 2, 0, 3, 4).reshape(batch, tokens // size, size * heads, dim), None
-
-    def heads_for_tokens(self, x: Tensor) -> Tensor:
-        """`(B, H / ranks, N, D)` from `(B, H, N / ranks, D)`."""
-        size = dist.get_world_size()
-        batch, heads, tokens, dim = x.shape
-        parts = Exchange.apply(x.view(batch, size, heads // size, tokens, dim).transpose(0, 1))
-        return parts.permute(1, 2, 0, 3, 4).reshape(batch, heads // size, size * tokens, dim)
-
-
-@pytest.mark.ranks
-def test_wrappers_that_send_heads_for_tokens_are_right_when_they_say_which_and_refused_otherwise(pair: Ranks) -> None:
-    pair.run(compare_ulysses)
-
-
-def compare_ulysses(rank: int, _: DeviceMesh) -> None:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    torch.manual_seed(6)
-    tokens, half = torch.randint(2, VOCAB, (BATCH, TOKENS)), TOKENS // 2
-    core = ALL_ATTENTION_FUNCTIONS["flexdilated"]
-    here = slice(half * rank, half * rank + half)
-    position_ids = torch.arange(TOKENS)[None, here]
-    for name, pattern in (("Llama", RAGGED), ("Llama", INTERLEAVED), ("Qwen3", GROUPED)):
-        torch.manual_seed(7)
-        whole = build(name, pattern).double()  # 6 query heads, 2 of keys
-        sharded = copy.deepcopy(whole)
-        expected = whole(tokens, use_cache=False).logits
-        expected.sin().sum().backward()
-        transformers.AttentionInterface.register("flexdilated", Ulysses(core))
-        try:
-            with pytest.raises(NotImplementedError, match=r"query must hold all 6 heads of the model, got 3, .* first_head"):
-                sharded(tokens[:, here], position_ids=position_ids, use_cache=False)
-            logits = sharded(tokens[:, here], position_ids=position_ids, use_cache=False, first_head=3 * rank).logits
-            logits.sin().sum().backward()
-        finally:
-            transformers.AttentionInterface.register("flexdilated", core)
-        torch.testing.assert_close(logits, expected[:, here], **EXACT)
-        check_gradients(sharded, gradients(whole), summed)
-
-
-# -- what is refused ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks
-def test_torch_s_own_context_parallelism_is_refused(pair: Ranks) -> None:
-    pair.run(refuse_torch_s)
-
-
-def refuse_torch_s(rank: int, _: DeviceMesh) -> None:
-    from torch.distributed.tensor.experimental import context_parallel
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    torch.manual_seed(8)
-    tokens, model = torch.randint(2, VOCAB, (1, 32)), build("Llama")
-    expected = model(tokens).logits
-    shard = tokens.clone()
-    with (
-        context_parallel(mesh, buffers=[shard], buffer_seq_dims=[1], no_restore_buffers={shard}),
-        pytest.raises(ValueError, match="mesh must be given inside torch's context_parallel"),
-    ):
-        model(shard)
-    torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,6 @@ def make(cache: str, model: Any) -> Any:
 
 
 def decode(model: Any, tokens: Tensor, cache: Any, chunks: list[int], mask: Tensor | None = None) -> Tensor:
-    """Logits of all tokens, given to the model in chunks."""
     logits, done = [], 0
     for size in chunks:
         options = {}

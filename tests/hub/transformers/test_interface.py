@@ -1,8 +1,6 @@
 """The attention function in models of the library: results, padding, packed documents, compilation, and what it refuses."""
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +25,7 @@ from tests.hub.transformers.models import (
     mask_of,
     run,
 )
-from tests.tolerances import EXACT, SINGLE, assert_twice_naive
+from tests.tolerances import EXACT, SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
@@ -50,19 +48,6 @@ def test_dense_pattern_equals_sdpa_with_its_gradients(name: str) -> None:
     model.set_attn_implementation("flexdilated")
     model.config.dilated_pattern = RAGGED
     assert (model(**inputs).logits - expected).abs().max() > 1e-4  # it was our attention that ran
-
-
-@pytest.mark.parametrize("name", [*DECODERS, "Bert", "ViT"])
-def test_dense_pattern_in_bfloat16_errs_at_most_twice_sdpa(name: str) -> None:
-    model = build(name, DENSE).bfloat16()
-    inputs = inputs_of(name, torch.bfloat16)
-    with torch.no_grad():
-        logits = model(**inputs).logits
-        make_dense(model)
-        naive = model(**inputs).logits
-        model = model.double()
-        expected = model(**{key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}).logits
-    assert_twice_naive(logits, naive, expected)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -157,7 +142,6 @@ def test_packed_documents_equal_the_documents_alone(name: str, how: str) -> None
 @pytest.mark.parametrize("ones", [None, torch.ones(BATCH, TOKENS, dtype=torch.int64), torch.ones(BATCH, TOKENS, dtype=torch.bool)])
 @pytest.mark.parametrize("trained", [False, True])
 def test_packed_documents_in_several_rows_equal_the_documents_alone(ones: Tensor | None, trained: bool) -> None:
-    """Beside a mask of ones, as collators make it, too."""
     model, lengths = build("Llama").double(), [[9, 14], [23], [3, 4, 16]]
     tokens = draw_tokens()
     position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
@@ -188,9 +172,7 @@ def test_documents_that_the_library_does_not_notice_are_refused(name: str, cache
         options = {"use_cache": cache != "none", "attention_mask": mask}
         if cache == "none" and (mask is None or bool(mask.all())):
             continue
-        with pytest.raises(
-            NotImplementedError, match=r"position_ids must rise by 1 with .* pass use_cache=False and no padding, or cu_"
-        ):
+        with pytest.raises(NotImplementedError, match=r"position_ids must rise by 1 with .* pass use_cache=False and no"):
             model(tokens, position_ids=packed, past_key_values=make[cache](), **options)
         if cache == "bounded" and mask is not None and not mask[1, -1]:
             continue  # padding behind tokens
@@ -232,22 +214,6 @@ def test_a_soft_cap_of_scores_is_the_librarys(how: str) -> None:
     for layer in model.model.layers:
         layer.self_attn.attn_logit_softcapping = None
     assert (found - outputs()).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", ["Llama", "Bert"])
-def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
-    model = build(name).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    tokens, mask = draw_tokens(), mask_of([TOKENS, 17, 11], "right")
-    logits, gradients = run(model, input_ids=tokens, attention_mask=mask)
-    later_name = "activation_checkpointing_enable"  # the other is deprecated where this exists
-    getattr(model, later_name if hasattr(model, later_name) else "gradient_checkpointing_enable")()
-    again, checkpointed = run(model, input_ids=tokens, attention_mask=mask)
-    torch.testing.assert_close(again, logits, **SINGLE)
-    for parameter, gradient in gradients.items():
-        torch.testing.assert_close(checkpointed[parameter], gradient, **SINGLE)
 
 
 def test_compiled_model_equals_eager() -> None:
@@ -394,7 +360,6 @@ def test_cross_attention_is_refused() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_keys_of_as_many_other_tokens_are_refused(compiled: bool) -> None:
-    """A Q-former's, which neither their class nor their number tells from those of its own queries."""
     sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 3}
     config = transformers.Blip2QFormerConfig(**sizes, encoder_hidden_size=20, **dilated(RAGGED))
     # In 5.12 it does not ask the library's interface at all.
@@ -469,11 +434,6 @@ def test_borders_that_differ_or_lack_their_pair_are_refused() -> None:
         model(tokens, cu_seq_lens_q=second, cu_seq_lens_k=second, position_ids=position_ids, **options)
     with pytest.raises(ValueError, match="cu_seq_lens_q must come with one row of tokens, got batch size 3"):
         model(draw_tokens(), cu_seq_lens_q=first, cu_seq_lens_k=first, **options)
-
-
-def test_importing_the_package_does_not_import_transformers() -> None:
-    code = "import sys, flexdilated, flexdilated.hub; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
 
 
 def test_convert_says_how_models_of_the_library_take_a_pattern() -> None:

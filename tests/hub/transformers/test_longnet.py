@@ -90,14 +90,6 @@ def test_longnet_compiles_no_graph_for_each_padded_length() -> None:
     assert counts[-1] == counts[1]
 
 
-def test_longnet_packed_documents_equal_the_documents_alone() -> None:
-    model, lengths = longnet().double(), [7, 10, 6]
-    tokens, borders = torch.randint(256, (1, TOKENS)), torch.tensor([0, 7, 17, 23])
-    logits = model(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=10, max_length_k=10).logits
-    expected = torch.cat([model(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(logits, expected, **SINGLE)
-
-
 @pytest.mark.parametrize("borders", [[0, 7, 17, 23], [0, 23], [0, 7, 7, 23, 23]], ids=str)
 def test_longnet_loss_of_packed_documents_is_the_mean_over_each_documents_own_labels(borders: list[int]) -> None:
     model, tokens, cuts = longnet().double(), torch.randint(256, (1, TOKENS)), torch.tensor(borders)
@@ -212,16 +204,6 @@ def test_longnet_token_embeddings_can_be_resized(tmp_path: Path, tied: bool) -> 
     torch.testing.assert_close(logits, model(torch.tensor([[258, 3]])).logits, rtol=0, atol=0)
 
 
-def test_longnet_loads_by_device_map_and_torch_dtype(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="device_map needs accelerate")
-    model, tokens = longnet().bfloat16(), torch.randint(256, (BATCH, TOKENS))
-    model.save_pretrained(tmp_path)
-    for options in ({"device_map": "auto"}, {"device_map": {"model": "cpu"}, "torch_dtype": torch.bfloat16}):
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-        assert loaded.dtype == torch.bfloat16
-        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
-
-
 def test_longnet_computed_again_in_the_backward_has_the_same_gradients() -> None:
     model, tokens = longnet().train(), torch.randint(256, (BATCH, TOKENS))
     _, expected = run(model, input_ids=tokens)
@@ -235,12 +217,8 @@ def test_longnet_computed_again_in_the_backward_has_the_same_gradients() -> None
     torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
 
 
-# -- decoding ---------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("position", "options"),
-    [("xpos", {}), ("xpos", {"num_beams": 3}), ("rotary", {"num_return_sequences": 2, "do_sample": True})],
+    ("position", "options"), [("xpos", {}), ("xpos", {"num_beams": 3}), ("rotary", {"num_return_sequences": 2, "do_sample": True})]
 )
 def test_longnet_decodes_by_a_bounded_cache(position: str, options: dict[str, Any]) -> None:
     model, tokens = longnet(position=position, num_kv_heads=2).double(), torch.randint(1, 256, (BATCH, TOKENS))

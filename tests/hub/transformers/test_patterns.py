@@ -1,7 +1,5 @@
 """`config.dilated_pattern`: set, saved, loaded, and refused where it would change nothing."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -158,7 +156,6 @@ def test_a_model_type_that_was_not_compared_warns() -> None:
 
 @pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
 def test_heads_for_any_model_of_the_library_run(head: str) -> None:
-    """Their classes name no model: the config says which."""
     config = hub.set_pattern(transformers.LlamaConfig(**SIZES, pad_token_id=0), PATTERN)
     model = getattr(transformers, f"LlamaFor{head}")(config).eval()
     assert model.config._attn_implementation == "flexdilated"
@@ -176,9 +173,7 @@ def test_heads_for_any_model_of_the_library_run(head: str) -> None:
         (DilatedPattern((4, 24), (1, 8)), ["LlamaModel"], None),  # causal or not: the first call knows
     ],
 )
-def test_set_pattern_warns_of_what_the_heads_of_the_config_lose(
-    pattern: DilatedPattern, architectures: list[str] | None, text: str | None
-) -> None:
+def test_set_pattern_warns_of_what_heads_lose(pattern: DilatedPattern, architectures: list[str] | None, text: str | None) -> None:
     checks.warn_of_losses.cache_clear()
     checks._warn.cache_clear()
     config = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=4, architectures=architectures)

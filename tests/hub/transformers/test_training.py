@@ -31,7 +31,6 @@ def test_trainer_lowers_the_loss_of_both_kinds_of_model(tmp_path: Path) -> None:
 
 
 def test_trainer_smooths_the_loss_of_the_next_token(tmp_path: Path) -> None:
-    """It knows by a table of names which models predict the next token, and takes labels as they stand for all others."""
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     for model in (longnet(vocab_size=31), build("Llama")):
         arguments = transformers.TrainingArguments(

@@ -1,7 +1,5 @@
 """Sliding windows and chunks: one that holds every token is none, and one that hides some is refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -28,9 +26,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ModernBert": ("sliding_window", {**TEXT, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}),
 }
 DECODERS = [name for name in FAMILIES if name != "ModernBert"]
-HIDES = (
-    r"(sliding_window must be None with|config must have no sliding window or attention chunks that hide tokens, got).*above the"
-)
+HIDES = r"(sliding_window must be None with|config must have no sliding window or attention chunks that hide tokens).*above the"
 
 
 def build(name: str, window: int | None, pattern: Any = RAGGED) -> Any:
@@ -96,32 +92,6 @@ class _Logits:
         return output
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["Mistral", "Gemma3Text"])
-def test_documents_are_packed_inside_a_window_that_holds_them_all(name: str) -> None:
-    model, lengths = build(name, TOKENS), [9, 14]
-    tokens, positions = draw_tokens(1), torch.cat([torch.arange(n) for n in lengths])[None]
-    expected = torch.cat([model(part).last_hidden_state for part in tokens.split(lengths, dim=1)], dim=1)
-    out = model(tokens, position_ids=positions, use_cache=False).last_hidden_state
-    torch.testing.assert_close(out, expected, **SINGLE)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize("name", ["Mistral", "Llama4Text", "ModernBert"])
-def test_a_compiled_model_with_a_window_that_holds_every_token_equals_eager(name: str, side: str) -> None:
-    if name == "ModernBert" and IS_OLD:
-        pytest.skip("this version refuses its own rope_parameters")
-    torch.compiler.reset()
-    model, tokens, mask = build(name, TOKENS), draw_tokens(), None if side == "none" else mask_of([TOKENS, 17, 11], side)
-    options = {"attention_mask": mask} if name == "ModernBert" else {"attention_mask": mask, "use_cache": False}
-    real = slice(None) if mask is None else mask.bool()
-    expected = model(tokens, **options).last_hidden_state
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens, **options).last_hidden_state[real], expected[real], **SINGLE)
-
-
 def test_windows_among_other_masks_are_refused() -> None:
     sizes = {"batch_size": 3, "q_length": TOKENS, "kv_length": TOKENS}
     for window in (7, TOKENS - 1):
@@ -134,7 +104,6 @@ def test_windows_among_other_masks_are_refused() -> None:
 
 @torch.no_grad()
 def test_layers_that_compress_keys_are_refused_behind_padding_too() -> None:
-    """The mask of DeepSeek-V4's would not show the keys that are added, and they would be left out."""
     if not hasattr(transformers, "DeepseekV4Config"):
         pytest.skip("this version has no such model")
     sizes = {**SIZED, "num_hidden_layers": 1, "layer_types": ["heavily_compressed_attention"], "n_routed_experts": 2}
@@ -144,7 +113,5 @@ def test_layers_that_compress_keys_are_refused_behind_padding_too() -> None:
     mask = torch.ones_like(tokens)
     mask[0, :20] = 0
     for given in (None, mask):
-        with pytest.raises(
-            NotImplementedError, match=r"layers must attend to tokens with .*got DeepseekV4Attention, which compresses"
-        ):
+        with pytest.raises(NotImplementedError, match=r"layers must attend to tokens with .*got DeepseekV4Attention, which"):
             model(tokens, attention_mask=given, use_cache=False)
