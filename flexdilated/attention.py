@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.backends import dispatch
 from flexdilated.core.call import Call, MaskMod, ScoreMod
-from flexdilated.core.checks import LAYOUT, check, warn_of_losses
+from flexdilated.core.checks import LAYOUT, check, check_sinks, warn_of_losses
 from flexdilated.core.lse import sink_scale
 from flexdilated.core.pattern import DilatedPattern
 
@@ -34,6 +34,7 @@ def dilated_attention(
     cu_seqlens: Tensor | None = ...,
     score_mod: ScoreMod | None = ...,
     mask_mod: MaskMod | None = ...,
+    sinks: Tensor | None = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
     mesh: DeviceMesh | None = ...,
@@ -54,6 +55,7 @@ def dilated_attention(
     cu_seqlens: Tensor | None = ...,
     score_mod: ScoreMod | None = ...,
     mask_mod: MaskMod | None = ...,
+    sinks: Tensor | None = ...,
     backend: str = ...,
     return_lse: Literal[True],
     mesh: DeviceMesh | None = ...,
@@ -73,6 +75,7 @@ def dilated_attention(
     cu_seqlens: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    sinks: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     mesh: DeviceMesh | None = None,
@@ -87,8 +90,9 @@ def dilated_attention(
     torch.Size([1, 1024, 8, 64])
 
     Branch `i` of the pattern is softmax attention among the positions `p` with `(p % w) % r == offset`, inside segments of `w`
-    tokens; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. This is one softmax over the keys of all branches: a
-    key in m of them counts m times. A query without keys has `out = 0`, `lse = -inf` and gradient 0. The last segment may be short.
+    tokens, or in a sliding window; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. This is one softmax over the
+    keys of all branches: a key in m of them counts m times. A query without keys has `out = 0`, `lse = -inf` and gradient 0. The
+    last segment may be short.
     Gradients are exact, and only q, k, v, out and lse are kept. Autocast casts q, k and v as for `scaled_dot_product_attention`.
 
     The layout is `(B, N, H, D)`, tokens before heads, as in flash-attn. `scaled_dot_product_attention` and `flex_attention` take
@@ -122,6 +126,8 @@ def dilated_attention(
         mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it removes pairs of the
             pattern. Over a mesh both functions take positions in the whole sequence and must be the same on all ranks; the
             gradients of the tensors that they hold must be summed over ranks.
+        sinks: `(H,)`, a score for each head: that of one more key, of value 0, which every query sees once. It counts in `lse`, and
+            has a gradient; over a mesh that of each rank is of its own rows, and must be summed over ranks. Source: gpt-oss.
         backend: `"auto"`, or the name of a backend: `"sdpa"`, `"flash"`, `"triton"`, `"flex"`, `"reference"`. A named backend runs
             or raises, it is never replaced.
         return_lse: Whether to return `lse` too. It is differentiable.
@@ -159,6 +165,7 @@ def dilated_attention(
             cu_seqlens=cu_seqlens,
             score_mod=score_mod,
             mask_mod=mask_mod,
+            sinks=sinks,
             backend=backend,
             return_lse=return_lse,
             mesh=mesh,
@@ -190,6 +197,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         q, k, v, call, wrap = unwrapped(q, k, v, call)
         return wrap.around(*attend(q, k, v, call))
     if (sinks := call.sinks) is not None:
+        check_sinks(sinks, q)
         out, lse = attend(q, k, v, call._replace(sinks=None, return_lse=True))
         assert lse is not None
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])

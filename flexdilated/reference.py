@@ -27,6 +27,7 @@ def dilated_attention(
     cu_seqlens: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of dilated attention by the definition, differentiable by autograd.
 
@@ -46,6 +47,7 @@ def dilated_attention(
         cu_seqlens: `(num_documents + 1,)` integers, the borders of packed documents; each is computed as if alone.
         score_mod: `(score, b, h, q_idx, kv_idx)` to the score, in positions of the whole sequence; called with all pairs at once.
         mask_mod: `(b, h, q_idx, kv_idx)` to whether the query sees the key.
+        sinks: `(H,)`, the score of one more key of value 0 for each head.
 
     Returns:
         `out` `(B, N, H, D)` and `lse` `(B, H, N)`, natural log, both float64.
@@ -86,7 +88,11 @@ def dilated_attention(
         out, lse = _mix(parts, detach_weights=pattern.detach_weights)
         outs.append(out)
         lses.append(lse)
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+    out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.double()[:, None])
+    return out * torch.exp(lse - total).transpose(1, 2)[..., None], total
 
 
 def _branch(

@@ -94,6 +94,21 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         _check_cu_seqlens(call.cu_seqlens, q)
 
 
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raise unless there is a score for each query head of q, where it is.
+
+    Raises:
+        ValueError: If the shape or the device is wrong.
+        TypeError: If it is no tensor of floating-point numbers.
+    """
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        raise TypeError(f"sinks must be a floating-point tensor, got {getattr(sinks, 'dtype', sinks)}")
+    if q.dim() == 4 and sinks.shape != (q.shape[2],):
+        raise ValueError(f"sinks must have shape (H,)=({q.shape[2]},), the query heads, got {tuple(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q={q.device}, got {sinks.device}")
+
+
 def check_options(pattern: DilatedPattern, is_causal: bool, scale: float | None, dropout_p: float, dtype: torch.dtype) -> None:
     """Raise for options that are wrong for any q; modules call it with float64, before there is a q.
 

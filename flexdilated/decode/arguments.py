@@ -96,21 +96,6 @@ def check_new(cache: Sizes, q: Tensor, k: Tensor, v: Tensor, backend: str, *, is
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
 
 
-def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Raise unless there is a score for each query head.
-
-    Raises:
-        ValueError: If the shape is wrong.
-        NotImplementedError: If a gradient is asked for.
-    """
-    if sinks is None:
-        return
-    if sinks.shape != (num_heads,):
-        raise ValueError(f"sinks must have shape (H,)=({num_heads},), got {tuple(sinks.shape)}")
-    if sinks.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError("sinks must not require a gradient: the cache is for inference; use torch.no_grad()")
-
-
 def check_lengths(lengths: Tensor | None, cache_lengths: Tensor, num_tokens: int) -> None:
     """Raise unless `lengths` `(B,)` are in `[0, num_tokens]`; `cache_lengths` `(B,)`: tokens in the cache.
 

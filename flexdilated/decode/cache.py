@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.attention import attend
 from flexdilated.core.call import Call
-from flexdilated.core.checks import check_losses, check_scale
+from flexdilated.core.checks import check_losses, check_scale, check_sinks
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
@@ -21,7 +21,6 @@ from flexdilated.decode.arguments import (
     cache_refusal,
     check_lengths,
     check_new,
-    check_sinks,
     check_sizes,
     checked_indices,
     checked_length,
@@ -222,7 +221,10 @@ class DilatedKVCache:
         call = call._replace(first_head=self.first_head, num_heads=heads)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
-        check_sinks(sinks, q.shape[2])
+        if sinks is not None:
+            check_sinks(sinks, q)
+            if sinks.requires_grad and torch.is_grad_enabled():
+                raise NotImplementedError("sinks must not require a gradient: the cache is for inference; use torch.no_grad()")
         shards = self._shards(q.shape[1], shard_lengths)
         check_lengths(lengths, self._lengths, q.shape[1] if shards is None else sum(shards))
         with without_autocast(q.device):  # the dtype is that of the cache

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from flexdilated.core.call import Call
-from flexdilated.core.checks import check_mods
+from flexdilated.core.checks import check_mods, check_sinks
 
 BATCH, TOKENS, HEADS = 0, 1, 2
 
@@ -93,11 +93,22 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
     if isinstance(borders, DTensor):
         borders = borders.full_tensor()
     first_head, num_heads = _heads(q, k, layout)
+    group, sinks = q.shape[HEADS] // k.shape[HEADS], call.sinks
+    if sinks is not None:
+        check_sinks(sinks, q)
+        if isinstance(sinks, DTensor):  # each rank's gradient is of its own rows and heads
+            sinks = sinks.full_tensor(grad_placements=[Replicate() if dim is None else Partial() for dim in layout.dims])
+        sinks = sinks[first_head * group :][: q.to_local().shape[HEADS]]
     if first_head:
-        call = _with_heads_from(first_head * (q.shape[HEADS] // k.shape[HEADS]), q.to_local(), call)
+        call = _with_heads_from(first_head * group, q.to_local(), call)
     first_sequence = 0 if batches is None else sum(_chunks(q.shape[BATCH], layout.mesh.size(batches))[: layout.place(batches)])
     return call._replace(
-        key_padding_mask=mask, cu_seqlens=borders, first_head=first_head, num_heads=num_heads, first_sequence=first_sequence
+        key_padding_mask=mask,
+        cu_seqlens=borders,
+        sinks=sinks,
+        first_head=first_head,
+        num_heads=num_heads,
+        first_sequence=first_sequence,
     )
 
 

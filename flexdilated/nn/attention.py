@@ -79,6 +79,7 @@ class DilatedAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
+        sinks: Tensor | None = None,
         shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """`(B, N, H, D)` from q `(B, N, H, D)` and k, v `(B, N, Hkv, D)`; see `flexdilated.dilated_attention`.
@@ -92,6 +93,7 @@ class DilatedAttention(nn.Module):
             cu_seqlens: Borders of packed documents.
             score_mod: Function of a score and the positions of its pair.
             mask_mod: Function of the positions of a pair: whether the query sees the key.
+            sinks: `(H,)`, the score of one more key of value 0 for each head.
             shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
 
         Raises:
@@ -109,6 +111,7 @@ class DilatedAttention(nn.Module):
             cu_seqlens=cu_seqlens,
             score_mod=score_mod,
             mask_mod=mask_mod,
+            sinks=sinks,
             backend=self.backend,
             mesh=self.mesh,
             exchange=self.exchange,
@@ -157,6 +160,9 @@ class MultiheadDilatedAttention(nn.Module):
         num_heads: Query heads; must divide `embed_dim`.
         pattern: Which positions attend to which.
         num_kv_heads: Key/value heads; must divide `num_heads`. Default: `num_heads`.
+        scale: Multiplies `q @ k^T`. Default: `head_dim ** -0.5`; muP uses `1 / head_dim` times a constant.
+        sinks: Whether each head learns the score of one more key, of value 0, as in gpt-oss: the parameter `sinks`
+            `(num_heads,)`, 0 at first.
         dropout_p: Probability of dropping an attention weight in training.
         bias: Whether the four projections have a bias.
         layer_norm: Whether a LayerNorm (`inner_attn_ln`) comes before the output projection.
@@ -196,6 +202,8 @@ class MultiheadDilatedAttention(nn.Module):
         pattern: DilatedPattern,
         *,
         num_kv_heads: int | None = None,
+        scale: float | None = None,
+        sinks: bool = False,
         dropout_p: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
@@ -229,13 +237,20 @@ class MultiheadDilatedAttention(nn.Module):
 
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = linear(embed_dim), linear(kv_dim), linear(kv_dim), linear(embed_dim)
         self.inner_attn_ln = _TokenNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else nn.Identity()
+        self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sinks else None
         self.attention = DilatedAttention(
-            pattern, is_causal=is_causal, dropout_p=dropout_p, backend=backend, mesh=mesh, exchange=exchange
+            pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, backend=backend, mesh=mesh, exchange=exchange
         )
         check_losses(pattern, max(pattern.segment_lengths), num_kv_heads, is_causal)
         set_initial_projections(self, gamma_init)
+        self.reset_parameters()
 
     init_weights = reset_modules
+
+    def reset_parameters(self) -> None:
+        """Set the sinks to 0; the projections reset themselves."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     @classmethod
     def from_torch(
@@ -377,10 +392,11 @@ class MultiheadDilatedAttention(nn.Module):
         if rotation is not None:
             q, k = rotation.apply(q, k)
         if cache is not None:
-            out = cache.attend(q, k, v, scale=self.attention.scale, backend=self.attention.backend, **options)
+            backend = self.attention.backend
+            out = cache.attend(q, k, v, scale=self.attention.scale, sinks=self.sinks, backend=backend, **options)
         else:
             is_causal = is_causal or self.attention.is_causal
-            out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, **options)
+            out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask, sinks=self.sinks, **options)
         out = self.out_proj(self.inner_attn_ln(out.flatten(2)))
         return out if has_batch else out[0], None
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from flexdilated.core.checks import is_number
+import torch
+
+from flexdilated.core.checks import check_scale, is_number
 from flexdilated.core.integers import is_integer
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn.position import SCALE_BASE
@@ -36,6 +38,7 @@ class LongNetConfig:
         dropout_p: Probability of dropping an element of a residual branch in training.
         attention_dropout_p: Probability of dropping an attention weight in training.
         backend: Backend of the attention: `"auto"` or a name.
+        scale: Multiplies the scores of the attention. Default: `head_dim ** -0.5`; muP uses `1 / head_dim` times a constant.
 
     Raises:
         ValueError: If a number is out of range or does not divide, the position is unknown, or some branch would have no head.
@@ -55,6 +58,7 @@ class LongNetConfig:
     dropout_p: float = 0.0
     attention_dropout_p: float = 0.0
     backend: str = "auto"
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"):
@@ -76,6 +80,7 @@ class LongNetConfig:
         for name in ("dropout_p", "attention_dropout_p"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        object.__setattr__(self, "scale", check_scale(self.scale, torch.float32))
         if not isinstance(self.tie_embeddings, bool):
             raise TypeError(f"tie_embeddings must be a bool, got {self.tie_embeddings!r}")
         if not self.scale_base > 0.0:

@@ -71,6 +71,7 @@ class LongNetLM(nn.Module):
                 config.num_heads,
                 config.pattern,
                 num_kv_heads=config.num_kv_heads,
+                scale=config.scale,
                 dropout_p=config.attention_dropout_p,
                 gamma_init=gamma,
                 is_causal=True,
