@@ -1,5 +1,6 @@
 """Every wrong argument of `dilated_attention` is refused by name, and its nearest right twin is accepted."""
 
+import re
 import sys
 import warnings
 from fractions import Fraction
@@ -239,3 +240,29 @@ def test_errors_of_a_function_name_it(name: str, function: Any, error: type[Exce
     with pytest.raises(error) as raised:
         dilated_attention(x, x, x, DilatedPattern((7,), (2,)), **{name: function})
     assert [note for note in raised.value.__notes__ if note.startswith(f"This was raised by {name}. ")]
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("attn_mask", "key_padding_mask= to ignore keys (True ignores), mask_mod= to remove pairs, score_mod= to add a bias"),
+        ("block_mask", "mask_mod= to remove pairs"),
+        ("causal", "is_causal="),
+        ("enable_gqa", "k and v with fewer heads than q"),
+        ("softmax_scale", "scale="),
+        ("window_size", "segments of DilatedPattern, or mask_mod=, as lambda b, h, q_idx, kv_idx: "),
+        ("softcap", "score_mod=, such as lambda score, b, h, q_idx, kv_idx: "),
+        ("alibi_slopes", "score_mod=, such as lambda score, b, h, q_idx, kv_idx: "),
+    ],
+)
+def test_options_of_other_functions_are_answered_with_ours(name: str, advice: str, is_compiled: bool) -> None:
+    expected = f"dilated_attention() got an unexpected keyword argument '{name}'; use {advice}"
+    function = torch.compile(call, fullgraph=True, backend="eager") if is_compiled else call
+    with pytest.raises(Exception if is_compiled else TypeError, match=re.escape(expected)):  # the compiler wraps what it traced
+        function(**{name: 1.0})
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^dilated_attention\(\) got an unexpected keyword argument 'mask'$"):
+        call(mask=None)
