@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +47,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 WEIGHTS_FILE = "slide_encoder.pth"
 EMBEDDING = "patch_embed.proj.weight"  # (embed_dim, in_chans)
-SHOWN_NAMES = 3  # of weights that do not fit
 
 
 def create_model(
@@ -151,25 +151,11 @@ class Checkpoint(NamedTuple):
             )
         if self.pattern is not None and self.pattern != model.pattern:
             raise ValueError(f"pattern must be that of the weights={self.pattern}, got {model.pattern}")
-        expected = model.state_dict()
-        misfits = {
-            "lacks": [name for name in expected if name not in self.weights],
-            "has besides": [name for name in self.weights if name not in expected],
-            "has in another shape": [
-                f"{name} {tuple(value.shape)}, not {tuple(expected[name].shape)},"
-                for name, value in self.weights.items()
-                if name in expected and value.shape != expected[name].shape
-            ],
-        }
-        if texts := [f"it {kind} {_few(names)}" for kind, names in misfits.items() if names]:
-            raise ValueError(f"pretrained must hold exactly the weights of the model, got '{self.path}': {'; '.join(texts)}")
-        model.load_state_dict(self.weights)
-
-
-def _few(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(names[:SHOWN_NAMES]).rstrip(",") + more
+        try:
+            model.load_state_dict(self.weights)
+        except RuntimeError as error:
+            misfits = textwrap.shorten(str(error), 500)  # a line, where torch lists hundreds of names
+            raise ValueError(f"pretrained must hold exactly the weights of the model, got others: {misfits}") from error
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -179,7 +165,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     `head.bias`, and the names of the classes under `"classes"`.
 
     Raises:
-        ValueError: If there is no such state dict, or a classifier lacks its head or the names of its classes.
+        ValueError: If there is no such state dict, or a classifier lacks the names of its classes.
+        KeyError: If it lacks its head.
         TypeError: As `DilatedPattern.from_dict`.
     """
     saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -191,14 +178,13 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     pattern = DilatedPattern.from_dict(saved["pattern"]) if "pattern" in saved else None
     weights, classes, head = dict(weights), tuple(map(str, saved.get("classes", ()))), None
     if f"encoder.{EMBEDDING}" in weights:
-        weight, bias = (weights.pop(f"head.{name}", torch.empty(0)) for name in ("weight", "bias"))
-        if weight.dim() != 2 or len(bias) != len(weight) or len(classes) != len(weight):
+        parts = {name: weights.pop(f"head.{name}") for name in ("weight", "bias")}
+        head = nn.Linear(*reversed(parts["weight"].shape))
+        head.load_state_dict(parts)
+        if len(classes) != head.out_features:
             raise ValueError(
-                f"pretrained must hold head.weight, head.bias and 'classes' of one length beside the encoder of a classifier, got "
-                f"{tuple(weight.shape)}, {tuple(bias.shape)} and {len(classes)} in {os.fspath(path)}"
+                f"pretrained must name {head.out_features} classes under 'classes', got {classes} in {os.fspath(path)}"
             )
-        head = nn.Linear(weight.shape[1], weight.shape[0])
-        head.load_state_dict({"weight": weight, "bias": bias})
         weights = {name.removeprefix("encoder."): value for name, value in weights.items()}
     order, arch = saved.get("order"), saved.get("arch")
     return Checkpoint(os.fspath(path), weights, order=order, pattern=pattern, arch=arch, head=head, classes=classes)

@@ -101,34 +101,27 @@ def test_create_model_lists_the_weights_that_do_not_fit(small: dict[str, Tensor]
     weights = {name: value for name, value in small.items() if name not in ("cls_token", "norm.bias")}
     weights |= {"decoder.weight": torch.zeros(2), "mask_token": torch.zeros(3), "norm.weight": torch.ones(31)}
     torch.save({"model": weights}, file)
-    message = (
-        f"pretrained must hold exactly the weights of the model, got '{file}': it lacks cls_token, norm.bias; it has besides "
-        "decoder.weight, mask_token; it has in another shape norm.weight (31,), not (32,)"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=r"^pretrained must hold exactly the weights of the model, got others: ") as caught:
         create_model(file, "small", IN_CHANS)
+    for name in ("cls_token", "norm.bias", "decoder.weight", "mask_token", "size mismatch for norm.weight"):
+        assert name in str(caught.value)
     torch.save({"model": {f"other.{name}": value for name, value in small.items()}}, file)
-    with pytest.raises(
-        ValueError, match=r"it lacks cls_token, patch_embed\.proj\.weight, \S+ and \d+ more; it has besides .* more$"
-    ):
+    with pytest.raises(ValueError, match=r"got others: Error.* \[\.\.\.\]$") as caught:
         create_model(file, "small", IN_CHANS)
+    assert len(str(caught.value)) < 600
     torch.save({"model": small}, file)
-    with pytest.raises(ValueError, match=re.escape("it has in another shape patch_embed.proj.weight (32, 7), not (32, 8)")):
+    with pytest.raises(ValueError, match=re.escape("size mismatch for patch_embed.proj.weight")):
         create_model(file, "small", IN_CHANS + 1)
 
 
 @pytest.mark.parametrize("without", ["head.bias", "classes"])
 def test_a_classifier_without_a_part_of_it_is_refused(small: dict[str, Tensor], without: str, tmp_path: Path) -> None:
-    parts = {
-        **{f"encoder.{name}": value for name, value in small.items()},
+    parts = {f"encoder.{name}": value for name, value in small.items()} | {
         "head.weight": torch.ones(2, 32),
         "head.bias": torch.ones(2),
     }
-    saved = {"model": {name: value for name, value in parts.items() if name != without}, "classes": ["a", "b"]}
-    saved = {name: value for name, value in saved.items() if name != without}
-    torch.save(saved, tmp_path / "c.pth")
-    got = "(2, 32), (0,) and 2" if without == "head.bias" else "(2, 32), (2,) and 0"
-    with pytest.raises(ValueError, match=re.escape(f"of one length beside the encoder of a classifier, got {got} in ")):
+    torch.save({"model": {name: part for name, part in parts.items() if name != without}}, tmp_path / "c.pth")
+    with pytest.raises((KeyError, ValueError), match=without):
         gigapath.read_checkpoint(tmp_path / "c.pth")
 
 
