@@ -43,23 +43,14 @@ def choose(
         patterns.append(options.pattern_named(*named, heads_rule=heads_rule, offsets=offsets, heads=kv_heads))
     found = choose_pattern(tokens, kv_heads, budget=budget, is_causal=causal, patterns=patterns)
     note = few_heads(found)
-    lines = [
-        {
-            "python": options.python_of(each.pattern),
-            "explorer": EXPLORER + _address(each.pattern, tokens, heads, kv_heads, causal=causal),
-        }
-        for each in found.shown
-    ]
+    python = [options.python_of(each.pattern) for each in found.shown]
+    pages = [EXPLORER + _address(each.pattern, tokens, heads, kv_heads, causal=causal) for each in found.shown]
     if as_json:
-        numbers = {
-            "tokens": tokens,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "causal": causal,
-            "budget": found.budget,
-            "few_heads": note,
-        }
-        shown = [{**line, **asdict(each), "pattern": each.pattern.to_dict()} for line, each in zip(lines, found.shown)]
+        numbers = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "causal": causal, "budget": budget, "few_heads": note}
+        shown = [
+            {"python": line, "explorer": page, **asdict(each), "pattern": each.pattern.to_dict()}
+            for line, page, each in zip(python, pages, found.shown)
+        ]
         typer.echo(json.dumps({**numbers, "patterns": shown}, indent=1))
     else:
         kind = "causal" if causal else "not causal"
@@ -67,11 +58,11 @@ def choose(
         typer.echo(f"{title}; budget {100 * found.budget:.3g} % of dense attention")
         if note is not None:
             typer.echo(note)
-        for number, (line, each) in enumerate(zip(lines, found.shown), 1):
+        for number, (line, page, each) in enumerate(zip(python, pages, found.shown), 1):
             over = "" if each.is_within_budget else ", over the budget"
-            typer.echo(f"\n{number}  {line['python']}")
+            typer.echo(f"\n{number}  {line}")
             typer.echo(f"   {100 * each.share:.3g} % of dense attention{over}. {each.why}")
-            typer.echo(f"   {line['explorer']}")
+            typer.echo(f"   {page}")
     if output is not None:
         write(draw_choices(found), output)
 

@@ -58,15 +58,7 @@ def test_table_holds_the_costs_of_each_strategy(batch: int, documents: tuple[int
 def test_json_holds_the_costs_of_every_rank() -> None:
     found = json.loads(plan(*SMALL, "--batch-size", 3, "--json"))
     of = layer(3)
-    assert {name: found[name] for name in ("tokens", "ranks", "kv_heads", "batch", "dtype", "document_lengths", "is_causal")} == {
-        "tokens": 62,
-        "ranks": 4,
-        "kv_heads": 4,
-        "batch": 3,
-        "dtype": "float64",
-        "document_lengths": [62],
-        "is_causal": True,
-    }
+    assert [found[name] for name in ("tokens", "ranks", "kv_heads", "batch", "document_lengths")] == [62, 4, 4, 3, [62]]
     assert found["pattern"] == of.pattern.to_dict()
     assert found["shard_lengths"] == [16, 16, 15, 15]
     assert f"{LABELS[found['auto']]} (auto)" in plan(*SMALL, "--batch-size", 3)
