@@ -55,8 +55,8 @@ def test_refuses_in_one_line(arguments: tuple[object, ...], message: str) -> Non
 
 
 def test_json_holds_what_is_printed() -> None:
-    arguments = "choose --tokens 512 --heads 16 --kv-heads 8 --segment-lengths 64,256 --dilation-rates 1,4".split()
-    found, printed = json.loads(invoke(*arguments, "--json")[1]), invoke(*arguments)[1]
+    line = "choose --tokens 512 --heads 16 --kv-heads 8 --segment-lengths 64,256 --dilation-rates 1,4"
+    found, printed = json.loads(invoke(*line.split(), "--json")[1]), invoke(*line.split())[1]
     assert [found[name] for name in ("tokens", "heads", "kv_heads", "causal", "budget", "few_heads")] == [
         512,
         16,
