@@ -83,7 +83,7 @@ def test_the_library_says_without_this_module_what_the_guide_quotes(tmp_path: Pa
     )
     result = subprocess.run([sys.executable, "-c", load_alone], capture_output=True, text=True)
     guide = Path(__file__).parents[3] / "docs" / "transformers.md"
-    (quoted,) = re.findall(r"^    (ValueError: Specified .*)$", guide.read_text(), flags=re.MULTILINE)
+    (quoted,) = re.findall(r"^> +(ValueError: Specified .*)$", guide.read_text(), flags=re.MULTILINE)
     assert quoted in result.stderr
 
 
