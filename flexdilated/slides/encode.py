@@ -134,7 +134,7 @@ def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read |
     try:
         found, cells = reading.read(name, path, slide_ngrids=model.slide_ngrids)
         if found.x.shape[1] != model.in_chans:
-            raise SlideError(f"must have embeddings of --in-chans={model.in_chans} elements, got {found.x.shape[1]}")
+            raise SlideError(f"must have embeddings of {model.in_chans} elements as the weights, got {found.x.shape[1]}")
         source = source_of(path, reading.files_beside(name, path))
     except SlideError as error:
         return FailedSlide(name, path, str(error))
