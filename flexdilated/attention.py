@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,19 @@ from flexdilated.core.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+#: Options of SDPA, FlexAttention and flash-attn, and what `dilated_attention` has in their place.
+OPTIONS_ELSEWHERE = {
+    "attn_mask": "key_padding_mask= to ignore keys (True ignores), mask_mod= to remove pairs, score_mod= to add a bias",
+    "block_mask": "mask_mod= to remove pairs",
+    "causal": "is_causal=",
+    "enable_gqa": "k and v with fewer heads than q, which need no option",
+    "softmax_scale": "scale=",
+    "window_size": "segments of DilatedPattern, or mask_mod=, as lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= window",
+    "softcap": "score_mod=, such as lambda score, b, h, q_idx, kv_idx: softcap * torch.tanh(score / softcap)",
+    "alibi_slopes": "score_mod=, such as lambda score, b, h, q_idx, kv_idx: score - alibi_slopes[h] * (q_idx - kv_idx).abs()",
+}
 
 
 @overload
@@ -81,6 +94,7 @@ def dilated_attention(
     mesh: DeviceMesh | None = None,
     exchange: str = "auto",
     shard_lengths: Sequence[int] | None = None,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Segment-local dilated attention, its branches mixed by log-sum-exp.
 
@@ -144,7 +158,7 @@ def dilated_attention(
 
     Raises:
         ValueError: If a shape, length, probability or name is wrong, or some branch would have no head.
-        TypeError: If an argument has the wrong type or dtype.
+        TypeError: If an argument has the wrong type or dtype, or is one of another function; the error names the option here.
         NotImplementedError: If the named backend cannot run the call, on a double backward, for score and mask functions with
             `exchange="ring"`, or for shifted positions (`DilatedPattern.zero_padding`) over ranks.
 
@@ -152,6 +166,10 @@ def dilated_attention(
         UserWarning: Once, if a causal call has a pattern that is not connected (`DilatedPattern.crosses_boundaries`), or no head
             keeps some token. Published patterns, packed documents and compiled calls do not warn.
     """
+    if unknown:
+        name = next(iter(unknown))
+        advice = f"; use {OPTIONS_ELSEWHERE[name]}" if name in OPTIONS_ELSEWHERE else ""
+        raise TypeError(f"dilated_attention() got an unexpected keyword argument '{name}'{advice}")
     out, lse = attend(
         q,
         k,

@@ -1,5 +1,6 @@
 """Every wrong argument of `dilated_attention` is refused by name, and its nearest right twin is accepted."""
 
+import re
 import sys
 import warnings
 from fractions import Fraction
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from flexdilated import DilatedAttention, DilatedKVCache, DilatedPattern, attention_map, dilated_attention
-from flexdilated.attention import _warn_of_layout
+from flexdilated.attention import OPTIONS_ELSEWHERE, _warn_of_layout
 from flexdilated.core.checks import LAYOUT
 
 PATTERN = DilatedPattern((7, 13), (1, 3))
@@ -239,3 +240,27 @@ def test_errors_of_a_function_name_it(name: str, function: Any, error: type[Exce
     with pytest.raises(error) as raised:
         dilated_attention(x, x, x, DilatedPattern((7,), (2,)), **{name: function})
     assert [note for note in raised.value.__notes__ if note.startswith(f"This was raised by {name}. ")]
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["attn_mask", "causal", "enable_gqa", "window_size", "softcap", "alibi_slopes", "mask"])
+def test_options_of_other_functions_are_answered_with_ours(name: str, is_compiled: bool) -> None:
+    advice = "" if name == "mask" else f"; use {OPTIONS_ELSEWHERE[name]}"
+    function = torch.compile(call, fullgraph=True, backend="eager") if is_compiled else call
+    error = Exception if is_compiled else TypeError  # the compiler has its own around it
+    with pytest.raises(error, match=re.escape(f"dilated_attention() got an unexpected keyword argument '{name}'{advice}")):
+        function(**{name: 1.0})
+
+
+@pytest.mark.parametrize("name", ["window_size", "softcap", "alibi_slopes"])
+def test_functions_in_the_advice_run(name: str) -> None:
+    option, _, body = OPTIONS_ELSEWHERE[name].rpartition("lambda")
+    function = eval(f"lambda{body}", {"torch": torch, "window": 2, "softcap": 5.0, "alibi_slopes": torch.arange(6)})
+    tensors = {name: draw(2, 17, heads, 5) for name, heads in (("q", 6), ("k", 3), ("v", 3))}
+    changed = call(**tensors, **{"mask_mod" if "mask_mod" in option else "score_mod": function})
+    assert changed.isfinite().all()
+    assert not torch.allclose(changed, call(**tensors))
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))

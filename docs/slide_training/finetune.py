@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from docs.slide_training.data import Pack, Slide, add_folder, make_slides, packs, read_slides, reading_of, split
-from flexdilated.slides.gigapath import LongNetViT, create_model
+from flexdilated.slides.gigapath import LongNetViT, create_model, read_checkpoint
 
 Tune = Literal["head", "lora", "all"]
 
@@ -101,17 +101,24 @@ def accuracy(model: SlideClassifier, slides: Sequence[Slide], token_budget: int 
 
 
 def save(model: SlideClassifier, classes: Sequence[str], arch: str, path: Path) -> None:
-    """Write a classifier for `load`."""
-    sizes = {"classes": list(classes), "tune": model.tune, "arch": arch, "in_chans": model.encoder.in_chans}
-    torch.save({"model": model.state_dict(), **sizes}, path)
+    """Write a classifier for `load` and `flexdilated slides`; adapters are added to the weights that they adapt."""
+    adapted = {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")}
+    weights = {}
+    for name, value in model.state_dict().items():
+        layer, _, part = name.partition(".base_layer.")
+        if layer in adapted:
+            weights[f"{layer}.{part}"] = value + adapted[layer].get_delta_weight("default") if part == "weight" else value
+        elif ".lora_" not in name:
+            weights[name] = value
+    torch.save({"model": weights, "classes": list(classes), "arch": arch}, path)
 
 
 def load(path: Path) -> tuple[SlideClassifier, list[str]]:
     """A classifier in evaluation mode, and the names of its classes."""
-    saved = torch.load(path, weights_only=True)
-    model = SlideClassifier(create_model(None, saved["arch"], saved["in_chans"]), len(saved["classes"]), tune=saved["tune"])
-    model.load_state_dict(saved["model"])
-    return model.eval(), saved["classes"]
+    saved = read_checkpoint(path)
+    model = SlideClassifier(create_model(path, saved.arch, saved.in_chans), len(saved.classes), tune="head")
+    model.head.load_state_dict(saved.head.state_dict())
+    return model.eval(), list(saved.classes)
 
 
 def main() -> None:

@@ -69,9 +69,10 @@ def pretrain(
     return losses
 
 
-def save(encoder: LongNetViT, path: Path) -> None:
-    """Write a checkpoint with its pattern and order of tiles; it loads only with the same pattern and order."""
-    torch.save({"model": encoder.state_dict(), "order": encoder.order, "pattern": encoder.pattern.to_dict()}, path)
+def save(encoder: LongNetViT, arch: str, path: Path) -> None:
+    """Write a checkpoint with its architecture, pattern and order of tiles; it loads only with the same pattern and order."""
+    said = {"arch": arch, "order": encoder.order, "pattern": encoder.pattern.to_dict()}
+    torch.save({"model": encoder.state_dict(), **said}, path)
 
 
 def main() -> None:
@@ -92,7 +93,7 @@ def main() -> None:
         parser.error(str(error))
     losses = pretrain(MaskedTiles(encoder).train(), slides, epochs=options.epochs, learning_rate=5e-4, token_budget=4096)
     print("losses", [round(loss, 3) for loss in losses])
-    save(encoder, options.output)
+    save(encoder, options.arch, options.output)
 
 
 if __name__ == "__main__":

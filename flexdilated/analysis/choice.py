@@ -15,6 +15,8 @@ from flexdilated.core.pattern import DilatedPattern
 
 MOST_TOKENS, MOST_HEADS = 2**40, 1024
 SHORTEST = 16  # tokens of a local segment
+USEFUL_LOCAL = 256  # tokens of a local segment that reads a paragraph
+LITTLE_GAIN = 0.25  # of the pairs of dense attention
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,31 @@ def choose_pattern(
         pairs = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
         shown.append(judged(pattern, pairs, _about_given(pattern, num_tokens, num_heads, is_causal=is_causal), is_given=True))
     return Choices(num_tokens, num_heads, is_causal, float(budget), tuple(shown), tuple(tried))
+
+
+def few_heads(choices: Choices) -> str | None:
+    """One sentence where there are too few key/value heads for much to be gained at this length, else None.
+
+    H heads have at most H different offsets, so a far branch over all tokens scores at least `1 / H**2` of the pairs of dense
+    attention. Much is gained where such a branch and a local segment of `USEFUL_LOCAL` tokens are within the budget.
+    """
+    num_tokens, heads, budget = choices.num_tokens, choices.num_heads, choices.budget
+    has_far = [each for each in choices.tried if each.is_within_budget and len(each.pattern.branches) == 2]
+    preset, dense = (
+        DilatedPattern.causal(num_tokens, heads),
+        heads * num_tokens * (num_tokens + 1) / 2 if choices.is_causal else heads * num_tokens**2,
+    )
+    share = preset.count_pairs(num_tokens, heads, is_causal=choices.is_causal) / dense
+    if share <= LITTLE_GAIN or any(each.local >= USEFUL_LOCAL for each in has_far):
+        return None
+    least, far = 1 / heads**2, f"a local segment of {USEFUL_LOCAL} tokens and a far branch over all tokens"
+    where = f"take at least {100 * least:.3g} % at any length, over the budget"
+    if budget > least:
+        where = f"are within the budget from about {float(f'{USEFUL_LOCAL / (budget - least):.2g}'):,.0f} tokens on"
+    return (
+        f"few key/value heads ({heads}): little is gained at {num_tokens:,} tokens. DilatedPattern.causal({num_tokens}, {heads}), "
+        f"the default of models, takes {100 * share:.0f} % of the pairs; {far} {where}."
+    )
 
 
 def _order(choice: Choice) -> tuple[int, int, int]:

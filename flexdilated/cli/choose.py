@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from flexdilated.analysis.choice import choose_pattern
+from flexdilated.analysis.choice import choose_pattern, few_heads
 from flexdilated.cli import options
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.choices import draw_choices
@@ -15,20 +17,11 @@ from flexdilated.draw.figure import write
 EXPLORER = "docs/explorer/index.html"
 
 
-def _share(text: str | float) -> float:
-    """The share that `10%` or `0.1` is."""
-    found = str(text)
-    return float(found.removesuffix("%")) / (100 if found.endswith("%") else 1)
-
-
 def choose(
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a sequence; of packed documents, the longest one.")],
     heads: options.HeadsOption = 12,
     kv_heads: options.KvHeadsOption = None,
-    budget: Annotated[
-        float,
-        typer.Option(parser=_share, metavar="SHARE", help="Largest share of dense attention's pairs.", show_default="10%"),
-    ] = 0.1,
+    budget: options.BudgetOption = 0.1,
     causal: options.CausalOption = False,
     segment_lengths: options.SegmentLengthsOption = None,
     dilation_rates: options.DilationRatesOption = None,
@@ -36,6 +29,7 @@ def choose(
     heads_rule: options.HeadsRuleOption = "all",
     offsets: options.OffsetsOption = "blocked",
     output: options.PictureOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Propose patterns under a budget, best first, each as a line of Python; then your own pattern, where you give one.
 
@@ -48,14 +42,27 @@ def choose(
         named = (segment_lengths, dilation_rates, preset)
         patterns.append(options.pattern_named(*named, heads_rule=heads_rule, offsets=offsets, heads=kv_heads))
     found = choose_pattern(tokens, kv_heads, budget=budget, is_causal=causal, patterns=patterns)
-    kind = "causal" if causal else "not causal"
-    title = f"{tokens:,} tokens, {options.heads_in_words(heads, kv_heads)}, {kind}"
-    typer.echo(f"{title}; budget {100 * found.budget:.3g} % of dense attention")
-    for number, each in enumerate(found.shown, 1):
-        over = "" if each.is_within_budget else ", over the budget"
-        typer.echo(f"\n{number}  {options.python_of(each.pattern)}")
-        typer.echo(f"   {100 * each.share:.3g} % of dense attention{over}. {each.why}")
-        typer.echo(f"   {EXPLORER}{_address(each.pattern, tokens, heads, kv_heads, causal=causal)}")
+    note = few_heads(found)
+    python = [options.python_of(each.pattern) for each in found.shown]
+    pages = [EXPLORER + _address(each.pattern, tokens, heads, kv_heads, causal=causal) for each in found.shown]
+    if as_json:
+        numbers = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "causal": causal, "budget": budget, "few_heads": note}
+        shown = [
+            {"python": line, "explorer": page, **asdict(each), "pattern": each.pattern.to_dict()}
+            for line, page, each in zip(python, pages, found.shown)
+        ]
+        typer.echo(json.dumps({**numbers, "patterns": shown}, indent=1))
+    else:
+        kind = "causal" if causal else "not causal"
+        title = f"{tokens:,} tokens, {options.heads_in_words(heads, kv_heads)}, {kind}"
+        typer.echo(f"{title}; budget {100 * found.budget:.3g} % of dense attention")
+        if note is not None:
+            typer.echo(note)
+        for number, (line, page, each) in enumerate(zip(python, pages, found.shown), 1):
+            over = "" if each.is_within_budget else ", over the budget"
+            typer.echo(f"\n{number}  {line}")
+            typer.echo(f"   {100 * each.share:.3g} % of dense attention{over}. {each.why}")
+            typer.echo(f"   {page}")
     if output is not None:
         write(draw_choices(found), output)
 

@@ -67,6 +67,18 @@ DeviceOption = Annotated[
 CudaDeviceOption = Annotated[str, typer.Option(help="Torch device, or 'auto': CUDA where there is one, else CPU.")]
 
 
+def _share(text: str | float) -> float:
+    """The share that `10%` or `0.1` is."""
+    found = str(text)
+    return float(found.removesuffix("%")) / (100 if found.endswith("%") else 1)
+
+
+BudgetOption = Annotated[
+    float, typer.Option(parser=_share, metavar="SHARE", help="Largest share of dense attention's pairs.", show_default="10%")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
 def connection(pattern: DilatedPattern, tokens: int, kv_heads: int) -> str:
     """Whether causal information crosses all boundaries, in one line."""
     why = why_not_connected(pattern, tokens, kv_heads)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 import typer
@@ -101,6 +103,7 @@ def plan(
         float, typer.Option(min=0.01, metavar="X", help="1e12 floating-point operations that a rank computes per second.")
     ] = SPEEDS.compute / 1e12,
     output: options.PictureOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """What a sequence sharded over P ranks costs per rank and layer: bytes received, memory, work. For our exchanges and others.
 
@@ -140,13 +143,29 @@ def plan(
     speeds = cost_model.Speeds(link_speed * 1e9, compute_speed * 1e12)
     auto = cost_model.choose(shard_plan, budget=budget, speeds=speeds, **layer.sizes)
 
+    if as_json:
+        numbers = {"auto": auto, "is_local": shard_plan.is_local, "memory_budget": budget, "link_speed": speeds.link}
+        numbers |= {"compute_speed": speeds.compute, "shard_lengths": shard_plan.shard_lengths}
+        rows = [{**asdict(cost), "is_ours": cost.is_ours} for cost in costs]
+        record = {**asdict(layer), "pattern": pattern.to_dict(), **numbers, "strategies": rows}
+        typer.echo(json.dumps(record, indent=1, default=lambda array: array.tolist()))
+    else:
+        _print(layer, shard_plan, costs, auto, budget=budget, speeds=speeds)
+    if output is not None:
+        write(draw_traffic(layer), output)
+
+
+def _print(
+    layer: Layer, shard_plan: ContextPlan, costs: Sequence[Strategy], auto: str, *, budget: int, speeds: cost_model.Speeds
+) -> None:
+    """The table, and what its words mean."""
     console = Console()
     console.print(Text(_title(layer), style="bold"), soft_wrap=True)
     lines = layer_lines(layer)
     if shard_plan.is_local:
         lines.append("every segment lies inside one shard: our exchanges move nothing")
-    if causal:
-        lines.append(options.connection(pattern, max(documents), kv_heads))
+    if layer.is_causal:
+        lines.append(options.connection(layer.pattern, max(layer.document_lengths), layer.kv_heads))
     console.print(Text("\n".join(lines) + "\n"), soft_wrap=True)
     options.print_table(console, _table(layer, shard_plan, costs, auto))
     lines = [f"{LABELS[cost.name]}: {cost.why_not}" for cost in costs if cost.why_not is not None]
@@ -155,8 +174,6 @@ def plan(
         lines.append(AT_MOST)
     lines += ["", f"memory budget of the messages: {decimal(budget, precision=2)}", EXPLANATION]
     console.print(Text("\n".join(lines)), soft_wrap=True)
-    if output is not None:
-        write(draw_traffic(layer), output)
 
 
 def _title(layer: Layer) -> str:

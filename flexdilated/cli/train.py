@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import inspect
+import lzma
 import shutil
 import warnings
 from pathlib import Path
@@ -47,6 +50,8 @@ if TYPE_CHECKING:  # one process needs no torch.distributed
 RUNS = ("dilated", "dense")  # the folders of a run, the second with --dense
 PICTURE, SAMPLE = "loss.png", "sample.txt"
 PROMPT_BYTES, SAMPLE_BYTES = 64, 240
+DENSE_BITS = 3.39  # per held-out byte: --dense of the default run, torch 2.13.0, sources of Python 3.11, AMD EPYC, 2026-11-28
+UNRELATED = {"output", "resume", "resume_if_any", "overwrite", "device", "checkpoint_every", "compiled", "timeout_seconds"}  # to it
 
 
 def train(
@@ -108,11 +113,12 @@ def train(
 
     Without lengths and rates the pattern is DilatedPattern.causal(tokens, heads), also with --weights.
 
-    The default run takes some minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
+    The default run takes about 3 to 6 minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
 
     The P processes of torchrun --nproc-per-node P -m flexdilated train share each sequence. A checkpoint fits any P.
     With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other.
     """
+    given = dict(locals())
     warnings.filterwarnings("ignore", "pattern with segments", UserWarning)  # printed below, in one line
     require_matplotlib()  # which draws the losses at the end
     rank, num_ranks = ranks_started()
@@ -172,7 +178,9 @@ def train(
             trainer = Trainer(config, options, corpus, output / name, place, mesh=mesh, weights=weights)
             trainers[name] = _train(trainer, name, resume, console)
     if rank == 0:
-        _finish(trainers, corpus, output, console)
+        defaults = {name: parameter.default for name, parameter in inspect.signature(train).parameters.items()}
+        changed = {name for name, default in defaults.items() if given[name] != default}
+        _finish(trainers, corpus, output, console, is_default=changed <= UNRELATED)
 
 
 def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Trainer:
@@ -181,7 +189,9 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Train
     if resume and (name == "dilated" or checkpoint.latest(trainer.folder) is not None):
         trainer.resume()
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    console.print(f"{name}: {parameters / 1e6:.2f} M parameters, step {trainer.step} of {trainer.options.steps}")
+    options, begun = trainer.options, trainer.step
+    size = f"{options.batch_size * options.sequence_length:,} bytes"
+    console.print(f"{name}: {parameters / 1e6:.2f} M parameters, step {begun} of {options.steps}, {size} each", soft_wrap=True)
     if trainer.begins_with and trainer.step == 0:
         console.print(f"{name}: the weights that it begins with give {trainer.evaluate():.3f} bits per held-out byte")
     columns = (
@@ -191,19 +201,27 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Train
         TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(),
     )
+    if options.compile and begun < options.steps:
+        console.print(f"{name}: compiling, in the first step; on a CPU this takes about a minute")
     with Progress(*columns, console=console) as progress:
-        status = "compiling" if trainer.options.compile else ""
-        task = progress.add_task(name, total=trainer.options.steps, completed=trainer.step, status=status)
+        status = "compiling" if options.compile else ""
+        task = progress.add_task(name, total=options.steps, completed=begun, status=status)
 
         def report(now: Trainer) -> None:
             held_out = "" if now.held_out is None else f", held out {now.held_out:.2f}"
             status = f"{now.bytes_per_second / 1e3:.1f} kB/s  bits/byte: train {now.history[-1]['train']:.2f}{held_out}"
             progress.update(task, completed=now.step, status=status)
+            if now.step == begun + 2:  # the first step compiles
+                first, second = (entry["seconds"] for entry in now.history[-2:])
+                left = _duration((options.steps - now.step) * second)
+                console.print(
+                    f"{name}: the first step took {_duration(first)}; the {options.steps - now.step} left take about {left}"
+                )
 
         try:
             finished = trainer.run(report)
         except RuntimeError as error:
-            if not trainer.options.compile or "compiler" not in str(error).lower():
+            if not options.compile or "compiler" not in str(error).lower():
                 raise
             refuse(f"--compile must find a C++ compiler; install one or use --no-compile ({first_line(error)})")
     if not finished:
@@ -212,7 +230,11 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Train
     return trainer
 
 
-def _finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console: Console) -> None:
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console: Console, *, is_default: bool) -> None:
     """Save the models, the picture and a sample, and print the result."""
     table = Table("attention", "bits per held-out byte", "kB/s", "minutes")
     for name, trainer in trainers.items():
@@ -231,6 +253,27 @@ def _finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console:
     shown = Text(prompt.decode("utf-8", "replace"), style="bold")
     console.print(shown.append(written[len(prompt) :].decode("utf-8", "replace"), style="not bold"))
     console.print(f"saved in {output}: dilated/model.safetensors, loss.png, sample.txt", soft_wrap=True)
+    for line in (_meaning(corpus), beside_dense(trainers, is_default=is_default), _next_commands(output, options)):
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def _meaning(corpus: Corpus) -> str:
+    text = corpus.held_out.numpy().tobytes()
+    gzip_bits, xz_bits = (8 * len(packed) / len(text) for packed in (gzip.compress(text, 9), lzma.compress(text, preset=9)))
+    return f"bits per byte: raw bytes have 8; of all held-out text gzip makes {gzip_bits:.2f}, xz {xz_bits:.2f}"
+
+
+def beside_dense(trainers: dict[str, Trainer], *, is_default: bool) -> str:
+    found = trainers["dense"].held_out if "dense" in trainers else DENSE_BITS if is_default else None
+    if found is None:
+        return "a dense model of this size and these steps: the same command with --dense --overwrite trains it too"
+    kept = "" if "dense" in trainers else ", measured once with the default options; --dense --overwrite measures it here"
+    return f"a dense model of this size and these steps: {found:.2f} bits per held-out byte{kept}"
+
+
+def _next_commands(output: Path, options: TrainOptions) -> str:
+    more = f"flexdilated train --text FOLDER --steps {10 * options.steps} --output runs/longer"
+    return f"next: flexdilated generate --model {output / 'dilated'} --prompt 'def '; your own text, longer: {more}"
 
 
 def _prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool, mesh: DeviceMesh | None) -> bool:

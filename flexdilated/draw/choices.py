@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from flexdilated.analysis.choice import Choices
 from flexdilated.draw.figure import INK, new
@@ -16,14 +19,16 @@ __all__ = ["draw_choices"]
 COLORS = ("#08306b", "#2b8cbe", "#66c2a4", "#a6d854", "#bdbdbd")  # dark to light: low far rates to high
 MARKERS = ("o", "s", "^", "D", "v")
 YOURS = "#d95f02"
-PLACES = tuple((6 * x, 6 * y) for y in (1, -2, 3, -4, 5, -6) for x in (1, -2, 3, -4))  # of a number beside its point
+RADIUS = 5.0  # points, of a circle and of half a star
+ANGLES = np.arange(1, 33, 2) * np.pi / 16
+OFFSETS = [(r * np.cos(angle), r * np.sin(angle)) for r in (17.0, 22.0, 30.0, 40.0, 52.0) for angle in ANGLES]  # of a number
 
 
 def draw_choices(choices: Choices) -> Figure:
     """A matplotlib figure of all patterns that were tried: share of the pairs of dense attention, and tokens per local segment.
 
-    Colour and marker show the far rate, a dashed line the budget. Circles with numbers are the patterns that are shown, stars are
-    yours.
+    Colour and marker show the far rate, a dashed line the budget. Circles are the patterns that are shown, stars are yours; a line
+    leads from each number to its circle or star.
 
     Args:
         choices: The result of `choose_pattern`.
@@ -59,23 +64,45 @@ def draw_choices(choices: Choices) -> Figure:
     heads = f"{choices.num_heads} key/value head{'s' * (choices.num_heads != 1)}"
     axes.set_title(f"{choices.num_tokens:,} tokens, {heads}, {kind}", fontsize=11, weight="bold", color=INK)
     figure.legend(loc="outside lower center", ncols=4, fontsize=10, frameon=False, handletextpad=0.3, columnspacing=1.2)
-    _number(axes, points)
+    _number(axes, points, [(100 * each.share, max(1, each.local)) for each in choices.tried], 100 * choices.budget)
     return figure
 
 
-def _number(axes: Axes, points: list[tuple[float, int]]) -> None:
-    """Write 1, 2, ... beside the points, where no number covers another."""
+def _number(axes: Axes, points: Sequence[tuple[float, int]], tried: Sequence[tuple[float, int]], budget: float) -> None:
+    """Write 1, 2, ... beside the points, each at the end of a line to its own point.
+
+    A number covers no circle, no other number and no line; of the places that are left it takes the nearest of those that cover
+    the fewest tried patterns.
+    """
+    from matplotlib.path import Path
     from matplotlib.patheffects import withStroke
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
 
     axes.figure.canvas.draw()  # places are in pixels of the final layout
-    halo = [withStroke(linewidth=2.5, foreground="white")]
-    style: dict[str, Any] = {"fontsize": 11, "weight": "bold", "color": INK, "zorder": 5, "path_effects": halo}
-    taken: list[Any] = []
-    for number, point in enumerate(points, 1):
-        text = axes.annotate(str(number), point, (0, 0), textcoords="offset points", **style)
-        for place in PLACES:
-            text.set_position(place)
-            box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
-                break
-        taken.append(box)
+    pixels, (centers, dots) = axes.figure.dpi / 72, (axes.transData.transform(each) for each in (points, tried))
+    budget = axes.transData.transform((budget, 1))[0]
+    circles = [Bbox([center, center]).padded(RADIUS * pixels) for center in centers]
+    style: dict[str, Any] = {"fontsize": 11, "weight": "bold", "color": INK, "zorder": 6, "ha": "center", "va": "center"}
+    style["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
+    style["arrowprops"] = {"arrowstyle": "-", "color": INK, "linewidth": 0.8, "shrinkA": 0.0, "shrinkB": RADIUS}
+    boxes: list[Bbox] = []
+    lines: list[Path] = []
+    for number, (point, center) in enumerate(zip(points, centers), 1):
+        text = axes.annotate(str(number), point, (0, 0), textcoords="offset points", in_layout=False, **style)
+        half = np.array(Text.get_window_extent(text).size) / 2 + pixels
+        others = [circle for circle in circles if not circle.contains(*center)] + boxes
+        free: list[tuple[Any, ...]] = []
+        for offset in OFFSETS:
+            middle = center + pixels * np.array(offset)
+            box, line = Bbox([middle - half, middle + half]), Path([center, middle])
+            is_inside = all(axes.bbox.contains(*corner) for corner in box.corners())
+            covers = any(map(box.overlaps, [*circles, *boxes])) or any(map(line.intersects_bbox, others))
+            if is_inside and not covers and not any(each.intersects_bbox(box) for each in lines):
+                covered = sum(box.contains(*dot) for dot in dots) + (box.x0 < budget < box.x1)
+                free.append((covered, len(free), offset, box, line))
+        if free:  # else the number stays in its circle
+            *_, offset, box, line = min(free)
+            text.set_position(offset)
+            boxes.append(box)
+            lines.append(line)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from flexdilated.draw.figure import INK, plain, wrapped, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colorbar import Colorbar
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
@@ -53,6 +55,19 @@ def outline(axes: Axes, center: tuple[float, float], width: float, height: float
     axes.add_patch(Rectangle(corner, width, height, fill=False, **style))
 
 
+def _plain_ticks(bar: Colorbar) -> None:
+    """Few ticks, labelled with whole numbers: no offset, no powers of ten."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+    norm: Any = bar.norm
+    ratio = norm.vmax / norm.vmin if isinstance(bar.norm, LogNorm) else 1.0
+    bar.minorticks_off()
+    bar.locator = MaxNLocator(5) if ratio < 10 else LogLocator(subs=(1.0, 2.0, 5.0) if ratio < 1e3 else (1.0,))
+    bar.formatter = FuncFormatter(lambda value, _: np.format_float_positional(value, 12, fractional=False, trim="-"))
+    bar.update_ticks()
+
+
 def finish(
     figure: Figure,
     axes: Sequence[Axes],
@@ -79,6 +94,7 @@ def finish(
     bar = figure.colorbar(ScalarMappable(norm, colormaps["cividis"]), ax=list(axes), extend=extend, **bar_options)
     bar.set_label(label, color=INK, fontsize=10.5)
     bar.ax.tick_params(labelsize=9.5, colors=INK)
+    _plain_ticks(bar)
     styles: dict[str, dict[str, Any]] = {}
     if unseen:
         styles["weight 0"] = {"marker": "s", "markerfacecolor": UNSEEN, "markeredgecolor": UNSEEN, "markersize": 5}

@@ -10,6 +10,7 @@ from flexdilated.slides.formats import Tiles as Tiles
 from flexdilated.slides.formats import read_tiles as read_tiles
 from flexdilated.slides.grid import Reading as Reading
 from flexdilated.slides.grid import grid_cells as grid_cells
+from flexdilated.slides.heatmap import class_relevance as class_relevance
 from flexdilated.slides.heatmap import tile_relevance as tile_relevance
 from flexdilated.slides.heatmap import write_table as write_table
 from flexdilated.slides.source import Source as Source

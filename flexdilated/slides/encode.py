@@ -134,7 +134,7 @@ def _read_slide(model: LongNetViT, name: str, path: Path, reading: Reading) -> _
     try:
         tiles, cells = reading.read(name, path, slide_ngrids=model.slide_ngrids)
         if tiles.x.shape[1] != model.in_chans:
-            raise SlideError(f"must have embeddings of --in-chans={model.in_chans} elements, got {tiles.x.shape[1]}")
+            raise SlideError(f"must have embeddings of {model.in_chans} elements as the weights, got {tiles.x.shape[1]}")
         source = source_of(path, reading.files_beside(name, path))
     except SlideError as error:
         return FailedSlide(name, path, str(error))

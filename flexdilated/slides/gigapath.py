@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.core.pattern import DilatedPattern
@@ -45,6 +46,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 WEIGHTS_FILE = "slide_encoder.pth"
+EMBEDDING = "patch_embed.proj.weight"  # (embed_dim, in_chans)
 
 
 def create_model(
@@ -66,7 +68,7 @@ def create_model(
     """The slide encoder of a name, as Prov-GigaPath's function of the same name gives it; nothing is downloaded.
 
     Args:
-        pretrained: Path of `slide_encoder.pth`. None or `""`: random weights.
+        pretrained: Path of `slide_encoder.pth`, or of a classifier of slides. None or `""`: random weights.
         model_arch: `gigapath_slide_enc12l768d` (the published weights), `gigapath_slide_enc24l1024d`,
             `gigapath_slide_enc12l1536d`, or one of torchscale's, as `LongNet_8_layers_256_dim`.
         in_chans: Elements of a tile embedding, 1536 for the published weights.
@@ -124,8 +126,72 @@ def create_model(
     return model
 
 
+class Checkpoint(NamedTuple):
+    """The contents of a file of weights: of a slide encoder, or of a classifier of slides on one."""
+
+    path: str
+    weights: dict[str, Tensor]  # of the encoder
+    order: Curve | None
+    pattern: DilatedPattern | None
+    arch: str | None
+    head: nn.Linear | None  # of a classifier
+    classes: tuple[str, ...]  # of a classifier, in the order of the outputs of `head`
+
+    @property
+    def in_chans(self) -> int | None:
+        """Elements of a tile embedding."""
+        embedding = self.weights.get(EMBEDDING)
+        return None if embedding is None else embedding.shape[-1]
+
+    def load_into(self, model: LongNetViT) -> None:
+        """Load the weights of the encoder into a model; errors as `load_weights`."""
+        if self.order != model.order:
+            raise ValueError(
+                f"order must be that of the weights={self.order!r}, got {model.order!r}; weights are trained in one order"
+            )
+        if self.pattern is not None and self.pattern != model.pattern:
+            raise ValueError(f"pattern must be that of the weights={self.pattern}, got {model.pattern}")
+        try:
+            model.load_state_dict(self.weights)
+        except RuntimeError as error:
+            misfits = textwrap.shorten(str(error), 500)  # a line, where torch lists hundreds of names
+            raise ValueError(f"pretrained must hold exactly the weights of the model, got others: {misfits}") from error
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a file of weights, whose state dict is under `"model"`: of an encoder, or of `docs/slide_training/finetune.py`.
+
+    A classifier has the weights of its encoder under names that begin with `encoder.`, `head.weight` `(classes, embed_dim)`,
+    `head.bias`, and the names of the classes under `"classes"`.
+
+    Raises:
+        ValueError: If there is no such state dict, or a classifier lacks the names of its classes.
+        KeyError: If it lacks its head.
+        TypeError: As `DilatedPattern.from_dict`.
+    """
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    weights = saved.get("model") if isinstance(saved, Mapping) else None
+    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
+        found = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
+        raise ValueError(f"pretrained must hold a state dict of tensors under 'model', got {found} in {os.fspath(path)}")
+    assert isinstance(saved, Mapping)
+    pattern = DilatedPattern.from_dict(saved["pattern"]) if "pattern" in saved else None
+    weights, classes, head = dict(weights), tuple(map(str, saved.get("classes", ()))), None
+    if f"encoder.{EMBEDDING}" in weights:
+        parts = {name: weights.pop(f"head.{name}") for name in ("weight", "bias")}
+        head = nn.Linear(*reversed(parts["weight"].shape))
+        head.load_state_dict(parts)
+        if len(classes) != head.out_features:
+            raise ValueError(
+                f"pretrained must name {head.out_features} classes under 'classes', got {classes} in {os.fspath(path)}"
+            )
+        weights = {name.removeprefix("encoder."): value for name, value in weights.items()}
+    order, arch = saved.get("order"), saved.get("arch")
+    return Checkpoint(os.fspath(path), weights, order=order, pattern=pattern, arch=arch, head=head, classes=classes)
+
+
 def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
-    """Load a checkpoint, whose state dict is under `"model"`, into a model.
+    """Load a checkpoint, whose state dict is under `"model"`, into a model; from a classifier of slides, the encoder.
 
     What else the checkpoint says must be true of the model: under `"order"` the order of the tiles, which is None where it says
     nothing, as in the published weights; under `"pattern"` what `DilatedPattern.to_dict` gives.
@@ -135,18 +201,4 @@ def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
             under another order or pattern.
         TypeError: As `DilatedPattern.from_dict`.
     """
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    weights = checkpoint.get("model") if isinstance(checkpoint, Mapping) else None
-    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
-        content = sorted(map(str, checkpoint)) if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
-        raise ValueError(f"pretrained must hold a state dict of tensors under 'model', got {content} in {os.fspath(path)}")
-    assert isinstance(checkpoint, Mapping)
-    if (order := checkpoint.get("order")) != model.order:
-        raise ValueError(f"order must be that of the weights={order!r}, got {model.order!r}; weights are trained in one order")
-    if "pattern" in checkpoint and (pattern := DilatedPattern.from_dict(checkpoint["pattern"])) != model.pattern:
-        raise ValueError(f"pattern must be that of the weights={pattern}, got {model.pattern}")
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        misfits = " ".join(str(error).split())
-        raise ValueError(f"pretrained must hold exactly the weights of the model, got others: {misfits}") from error
+    read_checkpoint(path).load_into(model)

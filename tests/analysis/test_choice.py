@@ -3,11 +3,13 @@
 import re
 from itertools import combinations
 
+import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from flexdilated import DilatedPattern, choose_pattern
 from flexdilated.analysis import Choice
-from flexdilated.draw.choices import draw_choices
+from flexdilated.draw.choices import RADIUS, draw_choices
 
 GROUPED = DilatedPattern.grouped((4, 8), (1, 2))
 BEST = DilatedPattern((16, 512), (1, 4))  # of the experiments with 512 tokens and 8 heads
@@ -77,15 +79,46 @@ def test_sentences() -> None:
     )
 
 
-def test_numbers_in_the_picture_do_not_overlap() -> None:
-    mine = [BEST, DilatedPattern((17, 512), (1, 4)), DilatedPattern((16, 500), (1, 4))]
-    found = choose_pattern(512, 8, is_causal=True, patterns=mine)
+MINE = (BEST, DilatedPattern((17, 512), (1, 4)), DilatedPattern((16, 500), (1, 4)))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "is_causal", "patterns"),
+    [
+        (512, 8, True, MINE),
+        (4096, 4, True, ()),
+        (65536, 12, False, (DilatedPattern.longnet(),)),
+        (4096, 1, False, ()),
+        (8192, 64, True, ()),
+    ],
+)
+def test_numbers_in_the_picture_cover_nothing_and_lead_to_their_circles(
+    num_tokens: int, num_heads: int, is_causal: bool, patterns: tuple[DilatedPattern, ...]
+) -> None:
+    found = choose_pattern(num_tokens, num_heads, is_causal=is_causal, patterns=patterns)
     figure = draw_choices(found)
+    figure.canvas.draw()
     (axes,) = figure.axes
-    assert [text.get_text() for text in axes.texts] == [str(i + 1) for i in range(len(found.shown))]
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    numbers = axes.texts
+    assert [text.get_text() for text in numbers] == [str(i + 1) for i in range(len(found.shown))]
+    boxes = [Text.get_window_extent(text) for text in numbers]  # without the lines
+    ticks = [label for axis in (axes.xaxis, axes.yaxis) for label in axis.get_ticklabels() if label.get_text()]
+    around = [axes.title, axes.xaxis.label, axes.yaxis.label, *figure.legends[0].get_texts(), *ticks]
+    for a, b in combinations([*boxes, *(text.get_window_extent() for text in around)], 2):
+        assert not a.overlaps(b) or (a not in boxes and b not in boxes)
+    places = [(100 * each.share, max(1, each.local)) for each in found.shown]
+    centers = axes.transData.transform(places)
+    for text, box, place, center in zip(numbers, boxes, places, centers):
+        assert text.xy == place
+        vertices = text.arrow_patch.get_path().vertices  # the line ends at the rim of its own circle
+        radius = RADIUS * figure.dpi / 72
+        assert np.linalg.norm(vertices - center, axis=1).min() == pytest.approx(radius, rel=0.05)
+        assert not any(box.contains(*other) for other in centers)
+
+
+def test_the_legend_of_the_picture_names_far_rates() -> None:
+    found = choose_pattern(512, 8, is_causal=True, patterns=MINE)
+    labels = [text.get_text() for text in draw_choices(found).legends[0].get_texts()]
     assert labels == ["dense", "far rate 2", "far rate 4", "far rate 8", "budget", "yours"]
 
 

@@ -1,9 +1,11 @@
 """`flexdilated choose`: the lines, the picture, and what is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from flexdilated import DilatedPattern
 from tests.commands import invoke, refused
 
 
@@ -45,3 +47,48 @@ def test_budget_is_a_share_of_dense_attention(budget: str, tmp_path: Path) -> No
 )
 def test_refuses_in_one_line(arguments: tuple[object, ...], message: str) -> None:
     assert refused("choose", "--tokens", 9, *arguments).startswith(message)
+
+
+def test_json_holds_what_is_printed() -> None:
+    line = "choose --tokens 512 --heads 16 --kv-heads 8 --segment-lengths 64,256 --dilation-rates 1,4"
+    found, printed = json.loads(invoke(*line.split(), "--json")[1]), invoke(*line.split())[1]
+    assert [found[name] for name in ("tokens", "heads", "kv_heads", "causal", "budget", "few_heads")] == [
+        512,
+        16,
+        8,
+        False,
+        0.1,
+        None,
+    ]
+    assert [each["is_given"] for each in found["patterns"]] == [False] * (len(found["patterns"]) - 1) + [True]
+    for number, each in enumerate(found["patterns"], 1):
+        over = "" if each["is_within_budget"] else ", over the budget"
+        share = f"{100 * each['share']:.3g} % of dense attention{over}. {each['why']}"
+        assert f"\n{number}  {each['python']}\n   {share}\n   {each['explorer']}\n" in printed
+        pattern = DilatedPattern.from_dict(each["pattern"])
+        assert each["pairs"] == pattern.count_pairs(512, 8)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "says"),
+    [
+        (
+            4,
+            4096,
+            "takes 43 % of the pairs; a local segment of 256 tokens and a far branch over all tokens are within the budget from",
+        ),
+        (4, 4095, " are within the budget from about 6,800 tokens on."),
+        (4, 6500, "the default of models, takes "),
+        (4, 7000, None),
+        (2, 2**20, "take at least 25 % at any length, over the budget."),
+        (1, 512, "takes 100 % of the pairs; "),
+        (8, 512, None),
+    ],
+)
+def test_few_heads_are_said_with_the_length_from_which_they_pay(heads: int, tokens: int, says: str | None) -> None:
+    line = invoke("choose", "--tokens", tokens, "--heads", heads, "--causal")[1].splitlines()[1]
+    assert line.startswith(f"few key/value heads ({heads}): little is gained at {tokens:,} tokens. ") == (says is not None)
+    assert (says or "") in line
+    branches = ((256, 1), (tokens, heads))
+    pairs = sum(DilatedPattern((length,), (rate,)).count_pairs(tokens, heads, is_causal=True) for length, rate in branches)
+    assert (pairs > 0.1 * heads * tokens * (tokens + 1) / 2) == (says is not None or heads == 8)

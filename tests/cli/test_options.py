@@ -100,7 +100,14 @@ MODULES: dict[str, list[ModuleType]] = {
     "train": [train, checkpoint, corpus, distributed, trainer],
     "generate": [generate],
 }
-OTHERS = {"--nproc-per-node", "--max-restarts", "--crossover", "--all"}  # of torchrun, and of benchmarks
+OTHERS = {
+    "--nproc-per-node",
+    "--max-restarts",
+    "--crossover",
+    "--all",
+    "--model",
+    "--prompt",
+}  # of torchrun, benchmarks, `generate`
 
 
 def mentioned(source: str) -> set[str]:

@@ -1,5 +1,6 @@
 """`flexdilated plan`: its table, its picture, and what it refuses."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,21 @@ def test_table_holds_the_costs_of_each_strategy(batch: int, documents: tuple[int
     assert "12 query and 4 key/value heads of 5, interleaved offsets, causal, float64" in text
     assert "not connected: not all information from tokens 0 to " in text
     assert ("3 documents of 0 to 42 tokens" if len(documents) > 1 else "batch 3, one document") in text
+
+
+def test_json_holds_the_costs_of_every_rank() -> None:
+    found = json.loads(plan(*SMALL, "--batch-size", 3, "--json"))
+    of = layer(3)
+    assert [found[name] for name in ("tokens", "ranks", "kv_heads", "batch", "document_lengths")] == [62, 4, 4, 3, [62]]
+    assert found["pattern"] == of.pattern.to_dict()
+    assert found["shard_lengths"] == [16, 16, 15, 15]
+    assert f"{LABELS[found['auto']]} (auto)" in plan(*SMALL, "--batch-size", 3)
+    expected = strategies.strategies(of)
+    assert [each["name"] for each in found["strategies"]] == [each.name for each in expected]
+    for each, strategy in zip(found["strategies"], expected):
+        assert (each["is_ours"], each["is_exact"], each["why_not"]) == (strategy.is_ours, strategy.is_exact, strategy.why_not)
+        for name in ("forward", "backward", "rows", "buffers", "pairs"):
+            assert each[name] == getattr(strategy, name).tolist()
 
 
 @pytest.mark.parametrize("speeds", [(50, 350), (450, 35)], ids=["default", "other"])

@@ -1,6 +1,10 @@
 """The training command: what it writes, how it goes on, and what it refuses."""
 
 import dataclasses
+import gzip
+import lzma
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +12,9 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, __version__
+from flexdilated.cli import train as train_command
 from flexdilated.training import checkpoint
+from flexdilated.training.corpus import load_corpus
 from tests.commands import invoke
 from tests.training import runs
 
@@ -34,11 +40,23 @@ def test_train_writes_goes_on_and_begins_anew(tmp_path: Path, text: Path) -> Non
     code, out, _ = train(run, tmp_path, "--resume-if-any", "--dense")
     assert code == 0
     assert "bits per held-out byte" in out
-    assert "step 0 of 4" in out
+    assert "step 0 of 4, 74 bytes each" in out
+    assert re.search(r"dilated: the first step took \d+ s; the 2 left take about \d+ s\n", out)
+    raw, dense, more = out.splitlines()[-3:]
+    held_out = load_corpus([tmp_path], 37, without=[run]).held_out.numpy().tobytes()
+    sizes = [8 * len(packed) / len(held_out) for packed in (gzip.compress(held_out), lzma.compress(held_out, preset=9))]
+    assert raw == "bits per byte: raw bytes have 8; of all held-out text gzip makes {:.2f}, xz {:.2f}".format(*sizes)
+    bits = checkpoint.read(checkpoint.latest(run / "dense"))[0]["history"][-1]["held_out"]  # type: ignore[arg-type]
+    assert dense == f"a dense model of this size and these steps: {bits:.2f} bits per held-out byte"
+    assert more.startswith(
+        f"next: flexdilated generate --model {run / 'dilated'} --prompt 'def '; your own text, longer: flexdilated "
+    )
     for name, rates in (("dilated", (1, 2)), ("dense", (1,))):
         assert LongNetLM.from_pretrained(run / name).config.pattern.dilation_rates == rates
     assert (run / "loss.png").stat().st_size > 1000
     assert len((run / "sample.txt").read_bytes()) == 64 + 240
+    command = shlex.split(more.removeprefix("next: flexdilated ").split(";")[0])
+    assert invoke(*command)[0] == 0
     code, _, err = train(run, tmp_path)
     assert (code, err.startswith("error: --output must hold no earlier run, got ")) == (2, True)
     for option in ("--resume", "--resume-if-any"):
@@ -79,6 +97,22 @@ def test_a_run_keeps_the_decay_of_its_weights_for_sequences_as_short(
     assert code == 0, err
     assert LongNetLM.from_pretrained(tmp_path / "run" / "dilated").config.scale_base == used
     assert (f"positions decay over {used:g} tokens, not {held:g} as in --weights: sequences are longer" in out) == (used != held)
+
+
+def test_a_dense_model_is_named_beside_the_default_run_alone(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default options on another text, shorter: what is not measured for them is not shown."""
+    parts: list[bool] = []
+    monkeypatch.setattr("flexdilated.cli.train.load_corpus", lambda *args, **options: load_corpus([text], 37))
+    monkeypatch.setattr("flexdilated.cli.train._train", lambda *args: None)
+    monkeypatch.setattr("flexdilated.cli.train._finish", lambda *args, is_default: parts.append(is_default))
+    for i, more in enumerate(([], ["--no-compile", "--device=cpu"], ["--steps=101"], [f"--text={text}"], ["--dense"])):
+        assert invoke("train", f"--output={tmp_path / str(i)}", *more)[0] == 0
+    assert parts == [True, True, False, False, False]
+    assert train_command.beside_dense({}, is_default=True).endswith(
+        f": {train_command.DENSE_BITS:.2f} bits per held-out byte, measured once with the default options; --dense --overwrite "
+        "measures it here"
+    )
+    assert train_command.beside_dense({}, is_default=False).endswith("the same command with --dense --overwrite trains it too")
 
 
 def test_rates_that_the_heads_cannot_keep_are_reported(tmp_path: Path, text: Path) -> None:

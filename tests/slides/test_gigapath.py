@@ -104,9 +104,24 @@ def test_create_model_lists_the_weights_that_do_not_fit(small: dict[str, Tensor]
         create_model(file, "small", IN_CHANS)
     for name in ("cls_token", "norm.bias", "decoder.weight", "mask_token", "size mismatch for norm.weight"):
         assert name in str(caught.value)
+    torch.save({"model": {f"other.{name}": value for name, value in small.items()}}, file)
+    with pytest.raises(ValueError, match=r"got others: Error.* \[\.\.\.\]$") as caught:
+        create_model(file, "small", IN_CHANS)
+    assert len(str(caught.value)) < 600
     torch.save({"model": small}, file)
     with pytest.raises(ValueError, match=re.escape("size mismatch for patch_embed.proj.weight")):
         create_model(file, "small", IN_CHANS + 1)
+
+
+@pytest.mark.parametrize("without", ["head.bias", "classes"])
+def test_a_classifier_without_a_part_of_it_is_refused(small: dict[str, Tensor], without: str, tmp_path: Path) -> None:
+    parts = {f"encoder.{name}": value for name, value in small.items()} | {
+        "head.weight": torch.ones(2, 32),
+        "head.bias": torch.ones(2),
+    }
+    torch.save({"model": {name: part for name, part in parts.items() if name != without}}, tmp_path / "c.pth")
+    with pytest.raises((KeyError, ValueError), match=without):
+        gigapath.read_checkpoint(tmp_path / "c.pth")
 
 
 WITHOUT = "pretrained must hold a state dict of tensors under 'model', got {} in"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexdilated import draw_attention_map
 from flexdilated.draw.weights import UNSEEN
 from flexdilated.slides.picture import DECADES, FINEST, draw_slide_map
 from tests.draw.layout import assert_apart
@@ -55,6 +56,23 @@ def test_every_tile_has_the_colour_of_its_weight() -> None:
     assert at(figure, *hole)[3] == 0.0
     figure.canvas.draw()
     assert_apart(figure, [*figure.legends, *figure.texts])
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.9, 1.1), (0.99999, 1.00001), (0.3, 12.0), (2e-6, 5e-4), (12345.0, 12346.0), (1e-3, 4.0)]
+)
+def test_the_scale_has_plain_numbers_in_their_places(low: float, high: float) -> None:
+    weights, coords = torch.linspace(low, high, 7, dtype=torch.float64), torch.arange(14).reshape(7, 2) * SIDE
+    for figure in (draw_slide_map(weights, coords, tile_size=SIDE), draw_attention_map(weights, grid=(1, 7))):
+        figure.canvas.draw()
+        bar = figure.axes[-1]
+        axis = bar.yaxis if bar.get_ylim() != (0.0, 1.0) else bar.xaxis
+        numbers = {label.get_text(): place for label, place in zip(axis.get_ticklabels(), axis.get_ticklocs())}
+        assert axis.get_offset_text().get_text() == ""
+        assert len(numbers) >= 2
+        for text, place in numbers.items():
+            assert re.fullmatch(r"\d+(\.\d+)?", text)
+            assert float(text) == pytest.approx(place, rel=1e-10)
 
 
 def test_the_scale_ends_at_the_smallest_weight_and_says_what_it_shows() -> None:

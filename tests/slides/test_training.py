@@ -17,9 +17,12 @@ from docs.slide_training.finetune import SlideClassifier, accuracy, fit
 from docs.slide_training.pretrain import MaskedTiles, hide, pretrain
 from flexdilated import DilatedPattern
 from flexdilated.slides.gigapath import ARCHITECTURES, Architecture, LongNetViT, create_model
+from tests.commands import invoke
 from tests.slides.tools import draw_tiles, write_trident
+from tests.tolerances import SINGLE
 
 SIDE = 6
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 
 
 def encoder(pattern: DilatedPattern, depth: int = 1, **options: object) -> LongNetViT:
@@ -188,7 +191,7 @@ def test_a_frozen_encoder_stays_as_it_is() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, frozen.parameters()))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+@needs_peft
 @pytest.mark.slow
 def test_adapters_alone_are_trained() -> None:
     model = SlideClassifier(encoder(LONG), 2, tune="lora").train()
@@ -197,6 +200,39 @@ def test_adapters_alone_are_trained() -> None:
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(before[name], parameter)}
     assert changed
     assert all("lora" in name or name.startswith("head") for name in changed)
+
+
+@pytest.mark.parametrize("tune", ["head", pytest.param("lora", marks=needs_peft), "all"])
+def test_a_saved_classifier_classifies_as_before_and_commands_draw_its_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tune: finetuning.Tune
+) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "tiny", Architecture(32, 1, 2))
+    model = SlideClassifier(create_model(None, "tiny", 7), 3, tune=tune).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    path, classes = tmp_path / "all.pth", ("benign", "grey $", "malignant")
+    finetuning.save(model, classes, "tiny", path)
+    x, coords = draw_tiles(23)
+    (pack,) = packs([Slide(x, coords // 2, 0, "")], 100)
+    logits = model(pack)
+    again, named = finetuning.load(path)
+    torch.testing.assert_close(again(pack), logits, **SINGLE)
+    assert named == list(classes)
+    tiles = write_trident(tmp_path, "slide", x, coords)
+    fixed = (tiles, f"--weights={path}", "--device=cpu")  # the file says the architecture and the width of a tile
+    for name, share in zip(classes, logits.softmax(-1)[0].tolist()):
+        code, out, err = invoke("slides", "map", *fixed, "--class", name, f"--output={tmp_path / 'map.csv'}")
+        assert (code, err) == (0, "")
+        assert out == f"wrote 1 map of 23 tiles to '{tmp_path / 'map.csv'}'; probability of '{name}': {share:.1%}\n"
+    assert invoke("slides", "map", *fixed, "--class", "grey $", f"--output={tmp_path / 'map.png'}")[::2] == (0, "")
+    assert invoke("slides", "encode", *fixed, f"--output={tmp_path / 'e.pt'}")[::2] == (0, "")
+    expected = model.encoder(pack.x, pack.coords)[0]
+    torch.testing.assert_close(torch.load(tmp_path / "e.pt")["slide_embed"], expected, **SINGLE)
+    for more, message in (
+        (["--class=x"], "--class must be one of the classes in --weights, benign, grey $, malignant, got 'x'"),
+        (["--class=benign", "--tile=1"], "--class must come without --tile, got --tile 1"),
+    ):
+        assert invoke("slides", "map", *fixed, *more, "--output=a.csv") == (2, "", f"error: {message}\n")
 
 
 def test_hidden_tiles_do_not_see_themselves() -> None:

@@ -45,8 +45,8 @@ def encode(
     magnification: shared.MagnificationOption = 20.0,
     shared_cells: shared.SharedCellsOption = False,
     table: shared.TableOption = None,
-    arch: shared.ArchOption = shared.PUBLISHED,
-    in_chans: shared.InChansOption = 1536,
+    arch: shared.ArchOption = None,
+    in_chans: shared.InChansOption = None,
     global_pool: shared.GlobalPoolOption = False,
     tile_size: shared.TileSizeOption = 256,
     slide_ngrids: shared.SlideNgridsOption = 1000,
@@ -74,7 +74,8 @@ def encode(
         "max_wsi_size": max_wsi_size,
     }
     place = device_named(device)
-    model = shared.encoder(arch, in_chans, weights, place, dtype, random=random, order=order, **sizes)
+    found = shared.weights_of(weights, arch, in_chans, random=random)
+    model = shared.encoder(found, place, dtype, order=order, **sizes)
     reading = Reading(coords, table, tile_size_level0, magnification, shared_cells)
     (result,) = encode_slides(model, {tiles.name: tiles}, reading=reading, all_layers=all_layers)
     if isinstance(result, FailedSlide):
@@ -91,5 +92,5 @@ def encode(
         else:
             torch.save(embeddings, file)
     source = "RANDOM weights" if weights is None else f"'{weights}'"
-    typer.echo(f"encoded {len(result.coords):,} tiles of '{tiles}' by {arch}, {source}; {place} in {dtype}")
+    typer.echo(f"encoded {len(result.coords):,} tiles of '{tiles}' by {found.arch}, {source}; {place} in {dtype}")
     typer.echo(f"wrote {', '.join(embeddings) if len(embeddings) == 1 else f'{len(embeddings)} embeddings'} to '{output}'")

@@ -55,8 +55,8 @@ def encode_all(
     shared_cells: shared.SharedCellsOption = False,
     table: shared.TableOption = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Most tiles of slides that are encoded together.")] = 4096,
-    arch: shared.ArchOption = shared.PUBLISHED,
-    in_chans: shared.InChansOption = 1536,
+    arch: shared.ArchOption = None,
+    in_chans: shared.InChansOption = None,
     global_pool: shared.GlobalPoolOption = False,
     tile_size: shared.TileSizeOption = 256,
     slide_ngrids: shared.SlideNgridsOption = 1000,
@@ -87,7 +87,8 @@ def encode_all(
         "slide_ngrids": slide_ngrids,
         "max_wsi_size": max_wsi_size,
     }
-    model = shared.encoder(arch, in_chans, weights, place, dtype, random=random, order=order, **sizes)
+    found = shared.weights_of(weights, arch, in_chans, random=random)
+    model = shared.encoder(found, place, dtype, order=order, **sizes)
     patches: list[Path] = []
     slides = list_slides(folder, coords_folder=coords, without_embeddings=patches)
     if patches and rank == 0:
@@ -96,8 +97,8 @@ def encode_all(
     options = {"reading": reading, "token_budget": token_budget, "all_layers": layers == "all", "tiles": tiles}
     settings = {
         "weights": "random" if weights is None else digest_of(weights),
-        "arch": arch,
-        "in_chans": in_chans,
+        "arch": found.arch,
+        "in_chans": found.in_chans,
         "pattern": model.pattern.to_dict(),
         "order": model.order,
         "global_pool": global_pool,

@@ -1,8 +1,7 @@
-"""`flexdilated slides map`: how much of each tile reaches the class token or a tile, as a picture and as a table."""
+"""`flexdilated slides map`: how much each tile contributes to the class token, a tile or a class, as a picture or a table."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from flexdilated.cli.slides import shared
 from flexdilated.draw.weights import PICTURE_FORMATS
 from flexdilated.slides.formats import SlideError, Tiles
 from flexdilated.slides.grid import Reading
-from flexdilated.slides.heatmap import TABLES, tile_relevance, write_table
+from flexdilated.slides.heatmap import TABLES, class_relevance, tile_relevance, write_table
 from flexdilated.slides.picture import draw_slide_map
 
 
@@ -30,6 +29,10 @@ def map_slide(
         typer.Option(
             min=0, help="Which tile asks: its row in the file, from 0 on, or LazySlide's tile_id.", show_default="the class token"
         ),
+    ] = None,
+    class_name: Annotated[
+        str | None,
+        typer.Option("--class", metavar="NAME", help="With a classifier's --weights: what speaks for this class, and against it."),
     ] = None,
     thumbnail: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A picture of the whole slide, to draw underneath.")
@@ -47,7 +50,7 @@ def map_slide(
     magnification: shared.MagnificationOption = 20.0,
     shared_cells: shared.SharedCellsOption = False,
     table: shared.TableOption = None,
-    arch: shared.ArchOption = shared.PUBLISHED,
+    arch: shared.ArchOption = None,
     tile_size: shared.TileSizeOption = 256,
     slide_ngrids: shared.SlideNgridsOption = 1000,
     max_wsi_size: shared.MaxWsiSizeOption = 262144,
@@ -57,7 +60,7 @@ def map_slide(
     """Draw how much of each tile of a slide reaches the class token, or a tile, through the attention of all layers.
 
     Attention is rolled out over the layers and divided by its value under equal scores, which removes what the order of tiles in
-    the file does to it. The picture says how well the map agrees with that of the tiles in reverse order.
+    the file does to it. With --class: how much each tile moves the score of a class, by integrated gradients.
     """
     suffix = output.suffix.lower()
     if suffix not in (*PICTURE_FORMATS, *TABLES):
@@ -68,6 +71,12 @@ def map_slide(
         refuse(f"--slide-size must be width,height and come with --thumbnail, got '{','.join(map(str, slide_size))}'")
     if thumbnail is not None and output.exists() and output.samefile(thumbnail):
         refuse(f"--output must be another file than --thumbnail, got '{output}'")
+    found = shared.weights_of(weights, arch, None)
+    classes = found.checkpoint.classes if found.checkpoint is not None else ()
+    if class_name is not None and tile is not None:
+        refuse(f"--class must come without --tile, got --tile {tile}")
+    if class_name is not None and class_name not in classes:
+        refuse(f"--class must be one of the classes in --weights, {', '.join(classes) or 'which hold none'}, got '{class_name}'")
     place = device_named(device)
     try:
         reading = Reading(coords, table, tile_size_level0, magnification, shared_cells)
@@ -80,39 +89,41 @@ def map_slide(
     if thumbnail is not None and size is None:
         refuse(f"--thumbnail must come with --slide-size where the file does not say how large the slide is, as '{tiles}' does not")
     sizes: dict[str, Any] = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
-    model = shared.encoder(arch, slide.x.shape[1], weights, place, order=order, **sizes)
-    row = _row(slide, tile)
+    if slide.x.shape[1] != found.in_chans:
+        refuse(f"'{tiles}' must have embeddings of {found.in_chans} elements as --weights, got {slide.x.shape[1]}")
+    model = shared.encoder(found, place, order=order, **sizes)
     side = slide.tile_size_level0 or tile_size_level0
     assert side is not None  # or the cells would have been refused
     x, where = slide.x.float().to(place), (cells * model.tile_size).to(place)
-    relevance = tile_relevance(model, x, where, tile=row).cpu()
-    turned = None if row is None else len(x) - 1 - row
-    reverse = tile_relevance(model, x.flip(0), where.flip(0), tile=turned).flip(0).cpu()
-    note = f"tiles in reverse order: rank correlation {_rank_correlation(relevance, reverse):.2f}"
+    row = _row(slide, tile)
+    if class_name is None or found.checkpoint is None or found.checkpoint.head is None:
+        relevance = tile_relevance(model, x, where, tile=row).cpu()
+        panels, titles, label = relevance[None], ["relevance"], "relevance, 1: as the pattern alone"
+        title, classified = f"what reaches {'the class token' if tile is None else f'tile {tile}'}", ""
+    else:
+        index, head = classes.index(class_name), found.checkpoint.head.to(place)
+        relevance = class_relevance(model, head, x, where, index=index).cpu()
+        panels = torch.stack([relevance, -relevance]).clamp(min=0.0)
+        titles, label = [f"for {class_name}", f"against {class_name}"], "part of the score"
+        with torch.inference_mode():
+            probability = head(model(x[None], where[None])[0]).softmax(-1)[0, index].item()
+        title, classified = f"what speaks for {class_name}", f"; probability of '{class_name}': {probability:.1%}"
     if suffix in TABLES:
         write_table(output, slide.coords, side, {"relevance": relevance}, tile_ids=slide.tile_ids)
     else:
         draw_slide_map(
-            relevance[None],
+            panels,
             slide.coords,
             output,
             tile_size=side,
             thumbnail=thumbnail,
             slide_size=None if thumbnail is None else size,
             query=row,
-            title=f"{tiles.stem}: what reaches {'the class token' if tile is None else f'tile {tile}'}",
-            titles=["relevance"],
-            label="relevance, 1: as the pattern alone",
-            note=note,
+            title=f"{tiles.stem}: {title}",
+            titles=titles,
+            label=label,
         )
-    typer.echo(f"wrote 1 map of {len(slide.coords):,} tiles to '{output}'; {note}")
-
-
-def _rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Spearman's: 1 where two maps order the tiles in the same way; 1 for a map of equal values too."""
-    ranks = torch.stack([values.unique(return_inverse=True)[1].double() for values in (first, second)])
-    found = float(torch.corrcoef(ranks)[0, 1]) if len(first) > 1 else 1.0
-    return 1.0 if math.isnan(found) else found
+    typer.echo(f"wrote 1 map of {len(slide.coords):,} tiles to '{output}'{classified}")
 
 
 def _row(slide: Tiles, tile: int | None) -> int | None:

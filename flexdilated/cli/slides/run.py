@@ -22,6 +22,7 @@ from flexdilated.slides.model import LongNetViT
 from flexdilated.slides.source import is_same
 
 SOME_FAILED = 1  # the exit code
+SHOWN = 3  # names of slides that failed for one reason
 
 
 class Job(NamedTuple):
@@ -40,27 +41,44 @@ def run(job: Job) -> int:
     """Encode the slides that have no file yet; the exit code."""
     start, console = time.perf_counter(), Console(stderr=True)
     versions = {"flexdilated": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    remaining, num_failed = _remaining(job)
+    remaining, failures = _remaining(job)
     encoded = tiles = 0
     results = encode.encode_slides(job.model, remaining, **job.options)
     is_hidden = not (job.shows and console.is_terminal)
     for result in track(results, "slides", total=len(remaining), console=console, disable=is_hidden):
         if isinstance(result, FailedSlide):
-            typer.echo(f"error: '{result.path}' {result.reason}", err=True)
-            num_failed += 1
+            failures.add(result.path, result.reason)
             continue
         with writing_slides(job.output):
             store.write_slide(job.output, result, job.settings, versions)
         encoded, tiles = encoded + 1, tiles + len(result.coords)
         if result.note is not None:
             typer.echo(f"note: '{result.path}': {result.note}", err=True)
+    failures.say_others()
     seconds = time.perf_counter() - start
     skipped = len(job.slides) - len(remaining)
     parts = [f"wrote {_slides(encoded)} of {tiles:,} tiles to '{job.output}' in {seconds:.1f} s"]
     parts += [f"{skipped:,} had files"] if skipped else []
+    num_failed = sum(map(len, failures.values()))
     parts += [f"{num_failed:,} failed"] if num_failed else []
     typer.echo(", ".join(parts))
     return SOME_FAILED if num_failed else 0
+
+
+class _Failures(dict[str, list[Path]]):
+    """The slides that failed, by reason. The first of each reason is printed, the others are named in one line at the end."""
+
+    def add(self, path: Path, reason: str) -> None:
+        if reason not in self:
+            typer.echo(f"error: '{path}' {reason}", err=True)
+        self.setdefault(reason, []).append(path)
+
+    def say_others(self) -> None:
+        for reason, (first, *others) in self.items():
+            if others:
+                names = ", ".join(f"'{path}'" for path in others[:SHOWN])
+                more = ", ..." if len(others) > SHOWN else ""
+                typer.echo(f"error: as '{first}', {len(others):,} more ({names}{more}): {reason}", err=True)
 
 
 def _slides(count: int) -> str:
@@ -78,9 +96,9 @@ def collected(job: Job, path: Path) -> None:
     typer.echo(f"collected {_slides(len(names))} in '{path}'")
 
 
-def _remaining(job: Job) -> tuple[dict[str, Path], int]:
-    """The slides without a file, and how many have one that was computed from another source file."""
-    remaining, changed = {}, 0
+def _remaining(job: Job) -> tuple[dict[str, Path], _Failures]:
+    """The slides without a file, and those with one that was computed from another source file."""
+    remaining, changed = {}, _Failures()
     for name, path in job.slides.items():
         file = store.file_of(job.output, name)
         if job.overwrite or not file.exists():
@@ -89,12 +107,10 @@ def _remaining(job: Job) -> tuple[dict[str, Path], int]:
         with writing_slides(file):
             source = store.read_source(file, job.settings)
         if not is_same(source, path, job.options["reading"].files_beside(name, path)):
-            typer.echo(
-                f"error: '{path}' is another file, or has other coordinates, than '{source.file}', of which '{file}' is; use "
-                "--overwrite or another folder",
-                err=True,
+            changed.add(
+                path,
+                f"is not the file, or has not the coordinates, of its file in '{job.output}'; use --overwrite or another folder",
             )
-            changed += 1
     return remaining, changed
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import typer
@@ -11,7 +13,7 @@ import typer
 from flexdilated.cli.options import DTYPES
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.slides.formats import DAMAGED
-from flexdilated.slides.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
+from flexdilated.slides.gigapath import ARCHITECTURES, Checkpoint, LongNetViT, create_model, read_checkpoint
 
 PUBLISHED = "gigapath_slide_enc12l768d"
 RANDOM = "WARNING: --random: the weights are RANDOM, so embeddings mean nothing"
@@ -20,12 +22,17 @@ SlideArgument = Annotated[
     Path, typer.Argument(metavar="TILES", exists=True, help="A slide, in a format that `slides encode-all` reads.")
 ]
 WeightsOption = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth.")
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="The checkpoint: Prov-GigaPath's slide_encoder.pth, or a trained encoder or classifier."
+    ),
 ]
 RandomOption = Annotated[
     bool, typer.Option("--random", help="Encode with random weights, to try the command: embeddings mean nothing.")
 ]
-InChansOption = Annotated[int, typer.Option(min=1, help="Elements of a tile embedding; 1536 in the published weights.")]
+InChansOption = Annotated[
+    int | None, typer.Option(min=1, help="Elements of a tile embedding.", show_default="as --weights say; 1536 with --random")
+]
 GlobalPoolOption = Annotated[
     bool, typer.Option("--global-pool/--cls", help="Average the tiles, or take the class token, the original's default.")
 ]
@@ -50,9 +57,10 @@ SharedCellsOption = Annotated[
 ]
 TableOption = Annotated[str | None, typer.Option(help="Which table of a .zarr holds the embeddings, where there are several.")]
 ArchOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="The architecture of the weights: a name of Prov-GigaPath's or of torchscale's.", show_default="the published one"
+        help="The architecture of the weights: a name of Prov-GigaPath's or of torchscale's.",
+        show_default="as --weights say, else the published one",
     ),
 ]
 TileSizeOption = Annotated[
@@ -66,32 +74,47 @@ OrderOption = Annotated[
 ]
 
 
-def encoder(
-    arch: str,
-    in_chans: int,
-    weights: Path | None,
-    place: torch.device,
-    dtype: str = "float32",
-    *,
-    random: bool = False,
-    order: str = "file",
-    **sizes: Any,
-) -> LongNetViT:
-    """The encoder that the options name, in evaluation mode; random weights are the same ones every time."""
-    if arch not in ARCHITECTURES:
+class Weights(NamedTuple):
+    """The encoder that the options name: its file, None for random weights, and its sizes."""
+
+    checkpoint: Checkpoint | None
+    arch: str
+    in_chans: int
+
+
+def weights_of(path: Path | None, arch: str | None, in_chans: int | None, *, random: bool = False) -> Weights:
+    """Read `--weights`, which also say the architecture and the width of a tile embedding where the options do not."""
+    if arch is not None and arch not in ARCHITECTURES:
         refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
-    if weights is None and not random:
-        refuse("--weights must name a checkpoint, got none")
-    if weights is not None and random:
-        refuse("--weights must name a checkpoint, or --random be given in its place, got both")
+    if path is None:
+        if not random:
+            refuse("--weights must name a checkpoint, got none")
+        return Weights(None, arch or PUBLISHED, in_chans or 1536)
     if random:
+        refuse("--weights must name a checkpoint, or --random be given in its place, got both")
+    with _fitting(path):
+        checkpoint = read_checkpoint(path)
+    named = arch or checkpoint.arch or PUBLISHED
+    return Weights(checkpoint, named, in_chans or checkpoint.in_chans or 1536)
+
+
+@contextmanager
+def _fitting(path: Path | str) -> Iterator[None]:
+    """End with one line where a file of weights cannot be used."""
+    try:
+        yield
+    except DAMAGED as error:
+        why = first_line(error)
+        refuse(f"--weights must be a whole checkpoint that fits --arch and the tile embeddings, got '{path}': {why}")
+
+
+def encoder(weights: Weights, place: torch.device, dtype: str = "float32", *, order: str = "file", **sizes: Any) -> LongNetViT:
+    """The encoder, in evaluation mode; random weights are the same ones every time."""
+    if weights.checkpoint is None:
         typer.echo(RANDOM, err=True)
         torch.manual_seed(0)
-    model = create_model(None, arch, in_chans, order=None if order == "file" else "hilbert", **sizes)
-    if weights is not None:
-        try:
-            load_weights(model, weights)
-        except DAMAGED as error:
-            why = first_line(error)
-            refuse(f"--weights must be a whole checkpoint that fits --arch and the tile embeddings, got '{weights}': {why}")
+    model = create_model(None, weights.arch, weights.in_chans, order=None if order == "file" else "hilbert", **sizes)
+    if weights.checkpoint is not None:
+        with _fitting(weights.checkpoint.path):
+            weights.checkpoint.load_into(model)
     return model.eval().to(place, DTYPES[dtype])

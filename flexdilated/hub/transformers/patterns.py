@@ -6,11 +6,13 @@ import functools
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
+from flexdilated.analysis.choice import choose_pattern
 from flexdilated.core.checks import check_losses
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.hub.transformers.heads import count_kv_heads
@@ -21,19 +23,29 @@ OWN_TYPE = "flexdilated_longnet"  # of LongNetForCausalLM
 TEXT_PARTS = ("text_config", "text_encoder", "decoder", "generator")  # where composite configs keep what has attention
 
 
-def set_pattern(config: PreTrainedConfig, pattern: DilatedPattern) -> PreTrainedConfig:
+def set_pattern(
+    config: PreTrainedConfig | nn.Module,
+    pattern: DilatedPattern | Literal["auto"],
+    *,
+    tokens: int | None = None,
+    budget: float | None = None,
+) -> PreTrainedConfig:
     """The config, with `pattern` as its `dilated_pattern` in JSON types and `"flexdilated"` as its attention.
 
     Both are saved with the config. `from_pretrained(folder, attn_implementation="flexdilated")` loads a saved model; without the
     argument a saved model is dilated too, unless it was loaded and saved again without a forward pass in between.
 
     Args:
-        config: Of one model, or of one part of a composite model (`config.text_config`). Changed in place.
-        pattern: For all layers.
+        config: Of one model, or of one part of a composite model (`config.text_config`); or a model, for its config. Changed in
+            place.
+        pattern: For all layers. `"auto"`: the first of `choose_pattern` for the config's key/value heads.
+        tokens: With `"auto"`: tokens of the longest sequence.
+        budget: With `"auto"`: pairs to score, as a share of the pairs of dense attention. Default: 0.1.
 
     Raises:
-        TypeError: If the pattern is no `DilatedPattern`.
-        ValueError: If the model consists of parts, each with a config of its own; or as `DilatedPattern.check_heads`.
+        TypeError: If the pattern is neither a `DilatedPattern` nor `"auto"`.
+        ValueError: If the model consists of parts, each with a config of its own; or as `DilatedPattern.check_heads`. If `"auto"`
+            comes without `tokens`, they come without it, or no pattern is within the budget.
         NotImplementedError: If the attention of this model type does not come from the library's `AttentionInterface`: a pattern
             would change nothing. Or if it attends to the keys of other tokens.
 
@@ -41,20 +53,40 @@ def set_pattern(config: PreTrainedConfig, pattern: DilatedPattern) -> PreTrained
         UserWarning: If this model type was not compared with dense attention. Or as `flexdilated.MultiheadDilatedAttention`, of the
             config's key/value heads; a config is causal where its `architectures` say so, others warn in the first call.
     """
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    if isinstance(config, nn.Module):
+        config = cast(PreTrainedConfig, config.config)
+    if not isinstance(pattern, DilatedPattern) and pattern != "auto":
+        raise TypeError(f"pattern must be a DilatedPattern or 'auto', got {type(pattern).__name__}")
     _refuse_parts(config)
     refuse_crossing(config)
     if getattr(config, "self_attn", None) is False:  # PatchTSMixer: attention is optional
         raise NotImplementedError(f"config.self_attn must be True with {NAME!r} attention, got False: there is no attention")
     check_type(config)
+    heads, is_causal = count_kv_heads(config), any("CausalLM" in name for name in getattr(config, "architectures", None) or ())
+    if not isinstance(pattern, DilatedPattern):
+        pattern = _chosen(config, heads, tokens, 0.1 if budget is None else budget, is_causal=is_causal)
+    elif tokens is not None or budget is not None:
+        raise ValueError(f"tokens and budget must come with pattern='auto', got {tokens} and {budget} with {pattern}")
     config.dilated_pattern = pattern.to_dict()
     config._attn_implementation = NAME
     record_implementation(config)
-    if (heads := count_kv_heads(config)) is not None:
-        is_causal = any("CausalLM" in name for name in getattr(config, "architectures", None) or ())
+    if heads is not None:
         check_losses(pattern, max(pattern.segment_lengths), heads, is_causal)
     return config
+
+
+def _chosen(config: Any, heads: int | None, tokens: int | None, budget: float, *, is_causal: bool) -> DilatedPattern:
+    """The best pattern under the budget."""
+    if tokens is None:
+        raise ValueError("tokens must be given with pattern='auto', got None; pass the length of the longest sequence")
+    if heads is None:
+        raise ValueError(
+            f"pattern must be a DilatedPattern, got 'auto': {type(config).__name__} does not say how many heads there are"
+        )
+    best = choose_pattern(tokens, heads, budget=budget, is_causal=is_causal).shown[0]
+    if not best.is_within_budget:
+        raise ValueError(f"budget must be at least {best.share:.3g} for {tokens} tokens and {heads} key/value heads, got {budget}")
+    return best.pattern
 
 
 def record_implementation(config: Any) -> None:

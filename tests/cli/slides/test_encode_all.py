@@ -157,7 +157,7 @@ def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: Slide
         "bad-nan": "embeddings must be finite, got nan in tile 3",
         "bad-twice": "has 1 tiles at coordinates that another tile has too",
         "bad-empty": "has no tiles: embeddings of shape (0, 7)",
-        "bad-width": "must have embeddings of --in-chans=7 elements, got 5",
+        "bad-width": "must have embeddings of 7 elements as the weights, got 5",
         "bad-size": "does not say how large a tile is at level 0; give the folder of files that do, as CLAM's patches, as --coords",
         "bad-level": "would put 11 tiles in",
         "bad-magnification": "says that its tiles were embedded at magnification 40, --magnification is 20",
@@ -299,11 +299,23 @@ def test_a_slide_is_known_by_what_its_files_hold(tmp_path: Path, weights: Path, 
     torch.save(torch.ones(53, tools.IN_CHANS), tmp_path / "slides" / "a.pt")
     code, _, err = run(tmp_path, weights, moved)
     assert code == 1
-    assert err.splitlines() == [
-        f"error: '{path}' is another file, or has other coordinates, than '{path}', of which '{tmp_path / 'out' / path.stem}.h5' "
-        "is; use --overwrite or another folder"
-        for path in (tmp_path / "slides" / f"{name}.pt" for name in "ab")
-    ]
+    reason = f"is not the file, or has not the coordinates, of its file in '{tmp_path / 'out'}'; use --overwrite or another folder"
+    first, second = (tmp_path / "slides" / f"{name}.pt" for name in "ab")
+    assert err.splitlines() == [f"error: '{first}' {reason}", f"error: as '{first}', 1 more ('{second}'): {reason}"]
+
+
+def test_one_error_of_many_slides_is_said_once_with_the_count(tmp_path: Path, weights: Path) -> None:
+    for i in range(6):
+        x, coords = tools.draw_tiles(11 + i)
+        tools.write_trident(tmp_path / "slides", f"s{i}", x if i == 3 else x[:, :5], coords)
+    code, out, err = run(tmp_path, weights)
+    assert code == 1
+    reason, (first, *others) = (
+        "must have embeddings of 7 elements as the weights, got 5",
+        [f"'{tmp_path / 'slides' / f's{i}.h5'}'" for i in (0, 1, 2, 4, 5)],
+    )
+    assert err.splitlines() == [f"error: {first} {reason}", f"error: as {first}, 4 more ({', '.join(others[:3])}, ...): {reason}"]
+    assert ", 5 failed\n" in out
 
 
 def test_a_full_disk_leaves_whole_files_alone(

@@ -4,6 +4,8 @@ import copy
 import json
 import pickle
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexdilated import DilatedPattern
+from flexdilated import DilatedPattern, choose_pattern
 from flexdilated.core import checks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
@@ -42,8 +44,45 @@ def test_a_pattern_is_kept_in_json_types() -> None:
     for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert copied.dilated_pattern == PATTERN.to_dict()
         assert copied.to_dict() == config.to_dict()
-    with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got dict"):
+    with pytest.raises(TypeError, match="pattern must be a DilatedPattern or 'auto', got dict"):
         hub.set_pattern(config, PATTERN.to_dict())
+
+
+def test_a_pattern_is_chosen_for_the_heads_and_set_in_a_model() -> None:
+    model = build(None, num_attention_heads=12, num_key_value_heads=6)
+    assert hub.set_pattern(model, PATTERN) is model.config
+    assert model.config.dilated_pattern == PATTERN.to_dict()
+    for is_causal, name in ((True, "LlamaForCausalLM"), (False, "LlamaModel")):
+        model.config.architectures = [name]
+        for budget, options in ((0.1, {}), (0.3, {"budget": 0.3})):
+            expected = choose_pattern(1009, 6, budget=budget, is_causal=is_causal).shown[0].pattern
+            assert hub.set_pattern(model, "auto", tokens=1009, **options).dilated_pattern == expected.to_dict()
+    model.config.dilated_pattern = None
+    for pattern, options, message in (
+        ("auto", {}, "tokens must be given with pattern='auto', got None; pass the length of the longest sequence"),
+        ("auto", {"tokens": 1009, "budget": 0.001}, "budget must be at least 0.0"),
+        (PATTERN, {"tokens": 1009}, "tokens and budget must come with pattern='auto', got 1009 and None with DilatedPattern("),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            hub.set_pattern(model, pattern, **options)
+    assert model.config.dilated_pattern is None
+    says_none = pytest.raises(
+        ValueError, match=r"must be a DilatedPattern, got 'auto': PreTrainedConfig does not say how many heads"
+    )
+    with says_none, pytest.warns(UserWarning, match="was not compared"):
+        hub.set_pattern(transformers.PreTrainedConfig(), "auto", tokens=1009)
+
+
+def test_the_library_says_without_this_module_what_the_guide_quotes(tmp_path: Path) -> None:
+    """A search for the error finds the guide."""
+    build().save_pretrained(tmp_path)
+    load_alone = (
+        f"from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path)!r}, attn_implementation='flexdilated')"
+    )
+    result = subprocess.run([sys.executable, "-c", load_alone], capture_output=True, text=True)
+    guide = Path(__file__).parents[3] / "docs" / "transformers.md"
+    (quoted,) = re.findall(r"^> +(ValueError: Specified .*)$", guide.read_text(), flags=re.MULTILINE)
+    assert quoted in result.stderr
 
 
 def test_a_saved_model_comes_back_dilated(tmp_path: Path) -> None:
