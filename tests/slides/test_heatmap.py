@@ -10,9 +10,10 @@ import pytest
 import torch
 from numpy.polynomial.legendre import leggauss
 
-from flexdilated import attention_map
+from flexdilated import DilatedPattern, attention_map
 from flexdilated.ordering import Curve
 from flexdilated.slides import class_relevance, grid_cells, read_tiles, tile_relevance, write_table
+from flexdilated.slides.model import LongNetViT
 from tests.commands import invoke
 from tests.slides.test_model import DEPTH, EMBED, GRIDS, HEADS, TILE_SIZE, draw_slides, encoder_model, hidden_states, norm
 from tests.slides.tools import SIDE, draw_tiles, write_lazyslide, write_trident
