@@ -57,6 +57,8 @@ UNMEASURED = {
     "attend": (Tiles(64, 128, 4, 2, True, True), Tiles(128, 128, 8, 2, True, True), Tiles(64, 64, 4, 2, True, True)),
     "differentiate_keys": (Tiles(64, 128, 8, 2, True), Tiles(32, 128, 8, 2, True)),
 }
+# Of "attend" where `launch.LONG` is on, in 16 bits: for rows of up to 64 and 128 elements.
+LONGER = (Tiles(64, 128, 4, 3), Tiles(128, 128, 8, 3))
 # Without tensor cores: float32 that is not rounded to TensorFloat-32. The same everywhere.
 SINGLE = {
     "attend": (Tiles(64, 32, 8, 2), Tiles(32, 16, 8, 2), Tiles(16, 32, 8, 1)),
@@ -99,6 +101,13 @@ def unmeasured_tiles(kernel: str, head_dim: int, element: int) -> Tiles:
     if element > 2:
         return SINGLE[kernel][_size(head_dim)]._replace(described=True, host=kernel == "attend")
     return UNMEASURED[kernel][_size(head_dim)]
+
+
+def longer(tiles: Tiles, head_dim: int, element: int) -> Tiles:
+    """The tiles of `"attend"` with more keys, loaded as `tiles` are; `tiles` where there are none."""
+    if element > 2 or _size(head_dim) >= len(LONGER):
+        return tiles
+    return LONGER[_size(head_dim)]._replace(described=tiles.described, host=tiles.host)
 
 
 def _size(head_dim: int) -> int:
