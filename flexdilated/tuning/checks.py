@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -207,10 +208,9 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
         return found
 
     def verdicts(some: Sequence[Job], workers: int) -> list[Verdicts]:
-        # An interrupt ends this process alone, which then ends the others.
-        ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=ignore) as pool:
-            futures = [pool.submit(examine, job, device) for job in some]
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            with _children_without_interrupts():
+                futures = [pool.submit(examine, job, device) for job in some]
             for future in futures:
                 future.add_done_callback(lambda future: done())
             try:
@@ -227,6 +227,19 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
         for i, (each,) in zip(again, threads.map(lambda i: verdicts([jobs[i]], 1), again)):
             found[i] = each
     return found
+
+
+@contextmanager
+def _children_without_interrupts() -> Iterator[None]:
+    """Processes that start inside the block ignore Ctrl-C: only this process acts on it. In other threads: nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def examine(job: Job, device: str) -> Verdicts:

@@ -199,14 +199,7 @@ def _check(
     if jobs and all(text == ENDED for found in verdicts for text in found.values()):
         raise RuntimeError('no check ran: its processes ended; call tune() under `if __name__ == "__main__":`, or with processes=0')
     checks = [
-        {
-            "candidate": job.candidate,
-            "form": job.form(way),
-            "case": job.case.name,
-            "dtype": name,
-            "head_dim": head_dim,
-            "found": text,
-        }
+        _entry(setting, job.candidate, job.form(way), job.case.name, text)
         for job, found in zip(jobs, verdicts)
         for way, text in found.items()
     ]
@@ -235,10 +228,7 @@ def _time(
         found: dict[str, str] = {}
         calls = dict(_calls(able, x, constants, found, training=training))
         for c in [c for c in able if found.get(c.name, "").startswith(WRONG)]:
-            case = f"beside sdpa at {tokens} tokens"
-            kept["checks"].append(
-                {"candidate": c.name, "form": way, "case": case, "dtype": name, "head_dim": head_dim, "found": found[c.name]}
-            )
+            kept["checks"].append(_entry(setting, c.name, way, f"beside sdpa at {tokens} tokens", found[c.name]))
             able.remove(c)
         if "sdpa" in calls:
             times = in_turns(calls, device, plan.rounds)
@@ -261,6 +251,11 @@ def _time(
     forms = [f for f in kept["forms"] if (f["dtype"], f["head_dim"]) != (name, head_dim)]
     kept["forms"] = [*forms, {"dtype": name, "head_dim": head_dim, "constants": [*constants, *own_constants]}]
     return own_constants
+
+
+def _entry(setting: tuple[torch.dtype, int], candidate: str, form: str, case: str, found: str) -> Kept:
+    dtype, head_dim = setting
+    return {"candidate": candidate, "form": form, "case": case, "dtype": dtype_name(dtype), "head_dim": head_dim, "found": found}
 
 
 def _is_right(candidate: Candidate, way: str, checks: Sequence[Kept]) -> bool:
