@@ -35,11 +35,12 @@ from benchmarks import crossover, gpu_backends, tiles
 from benchmarks.attention import SMALL_LONGNET
 from benchmarks.environment import provenance, save, source_of
 from benchmarks.gpu_backends import Backend, Device, Setting, mask_name
-from benchmarks.gpu_checks import WRONG, Job, definition_jobs, examined, merges, repeatable
+from benchmarks.gpu_checks import backend_call, merges, repeatable
 from flexdilated import DilatedPattern
 from flexdilated.backends.crossovers import CHALLENGERS, FILE, PROVEN, device_class
+from flexdilated.backends.tuned import WRONG
 from flexdilated.core.hardware import detect
-from tests.cases import Case
+from flexdilated.tuning.checks import Case, Job, definition_jobs, examined
 
 STATE, RESULTS = Path("runs/bench_gpu_all.json"), Path(__file__).parent / "results"
 CHECKED = ("triton", "triton_host", "triton_sums", "sdpa", "sdpa_flash", "sdpa_efficient", "flash")  # in this order
@@ -90,7 +91,7 @@ def check(report: Report, jobs: Sequence[Job], device: str, processes: int) -> N
     """Add the verdicts of jobs."""
     for job, verdicts in zip(jobs, examined(jobs, device, processes), strict=True):
         for direction, text in verdicts.items():
-            report["checks"].append({"backend": job.backend, "form": job.form(direction), "case": job.name, "found": text})
+            report["checks"].append({"backend": job.candidate, "form": job.form(direction), "case": job.case.name, "found": text})
 
 
 def wrong(report: Report, backend: str, form: str) -> str | None:
@@ -172,16 +173,19 @@ def steps(options: argparse.Namespace, sizes: Sizes) -> list[Step]:
     """All steps: checks before times, and what tells most first."""
     device, on_gpu, asked = options.device, options.device == "cuda", options.backends
     backends = [backend for backend in gpu_backends.BACKENDS if backend.name in asked]
-    jobs = {name: definition_jobs(name, sizes.checked, sizes.checked_tokens, sizes.group, sizes.head_dims) for name in asked}
-    one = Case(sizes.pattern, num_tokens=sizes.tokens[0] // 8, kv_heads=4, lse_gradient=False)
-    cases = [replace(one, group=g, head_dim=d) for g in (sizes.group, 1) for d in sizes.head_dims]
+    what = (sizes.checked, sizes.checked_tokens, sizes.group, sizes.head_dims)
+    jobs = {name: definition_jobs(backend_call, name, *what) for name in asked}
+    one = Case("", sizes.pattern, num_tokens=sizes.tokens[0] // 8, kv_heads=4, lse_gradient=False)
+    cases = [replace(one, name=f"bits of 100 calls, D={d}", group=g, head_dim=d) for g in (sizes.group, 1) for d in sizes.head_dims]
     for name in REPEATABLE & set(asked):
-        jobs[name] += [Job(repeatable, name, f"bits of 100 calls, D={case.head_dim}", case) for case in cases]
+        jobs[name] += [Job(repeatable, name, case) for case in cases]
     if on_gpu:
         rows = [
-            Case(sizes.checked, num_tokens=50, kv_heads=3, head_dim=d, group=g) for g in (1, sizes.group) for d in sizes.head_dims
+            Case(f"D={d}", sizes.checked, num_tokens=50, kv_heads=3, head_dim=d, group=g)
+            for g in (1, sizes.group)
+            for d in sizes.head_dims
         ]
-        jobs["merging"] = [Job(merges, "merging", f"D={case.head_dim}", case) for case in rows]
+        jobs["merging"] = [Job(merges, "merging", case) for case in rows]
     order = [name for name in ("triton", "merging", *CHECKED[1:]) if name in jobs]
     run = partial(check, device=device, processes=options.processes)
     found = [Step("check", f"check {name}", 90.0, partial(run, jobs=jobs[name])) for name in order]
