@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.environment import describe, provenance, save
-from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.crossovers import CHALLENGERS, FILE, device_class, faster
 from flexdilated.core.hardware import detect
+from flexdilated.tuning.timing import NUM_HEADS, PATTERN, attention_call, in_turns, inputs
 
-NUM_HEADS, ROUNDS = 12, 5
+ROUNDS = 5
 GPU_LENGTHS, GPU_DTYPES, HEAD_DIMS = (
     (1024, 4096, 16384, 65536, 262144),
     (torch.bfloat16, torch.float16, torch.float32),
     (64, 128, 256),
 )
-PATTERN = DilatedPattern.longnet()
 SETTING = ("device", "dtype", "training", "head_dim", "tokens")  # of a measurement
 
 
@@ -100,39 +96,17 @@ def merged(kept: list[dict[str, Any]], measured: list[dict[str, Any]]) -> tuple[
 
 
 def over_sdpa(backend: str, tokens: int, head_dim: int, dtype: torch.dtype, device: str, *, training: bool) -> float | None:
-    """Median time of a backend over that of sdpa, in alternation, after a call of each that compiles; None where it cannot run."""
-    q, k, v, dout = (torch.randn(1, tokens, NUM_HEADS, head_dim, device=device).to(dtype) for _ in range(4))
-
-    def run(backend: str) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            with torch.set_grad_enabled(training):
-                inputs = [x.detach().requires_grad_(training) for x in (q, k, v)]
-                out = dilated_attention(*inputs, PATTERN, is_causal=True, backend=backend)
-                if training:
-                    out.backward(dout)
-            return out.detach()
-
-        return call
-
-    other, sdpa = run(backend), run("sdpa")
+    """Median time of a backend over that of sdpa, in turns, after a call of each that compiles; None where it cannot run."""
+    x = inputs(tokens, head_dim, dtype, torch.device(device))
+    calls = {name: attention_call(name, x, training=training) for name in (backend, "sdpa")}
     try:
-        expected, actual = sdpa(), other()
+        expected, actual = (calls[name]()[0] for name in ("sdpa", backend))
     except (NotImplementedError, torch.cuda.OutOfMemoryError):
         return None
     # A fast wrong answer must not be kept.
     torch.testing.assert_close(actual.float(), expected.float(), atol=0.05 if dtype != torch.float32 else 1e-4, rtol=0.02)
-    return statistics.median(seconds(other, device) / seconds(sdpa, device) for _ in range(ROUNDS))
-
-
-def seconds(function: Callable[[], Any], device: str) -> float:
-    """Wall-clock time of one call, the device's work included."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    medians = in_turns(calls, torch.device(device), ROUNDS)
+    return medians[backend] / medians["sdpa"]
 
 
 if __name__ == "__main__":

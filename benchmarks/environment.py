@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import importlib
 import importlib.util
-import json
 import platform
 import shlex
 import subprocess
@@ -18,8 +15,9 @@ from typing import Any
 
 import torch
 
-import flexdilated.backends
-from flexdilated.core.files import replaced
+from flexdilated.backends.tuned import driver as driver
+from flexdilated.backends.tuned import source_of as source_of
+from flexdilated.tuning.run import save as save
 
 
 @lru_cache(maxsize=1)
@@ -55,36 +53,6 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-@lru_cache(maxsize=1)
-def driver() -> str:
-    """The version of the NVIDIA driver, or `unknown`."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0].strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def source_of(backend: str, form: str) -> str:
-    """A hash of the code that computes a form of `"triton"` or `"flash"`.
-
-    Forms are `"forward"` and `"backward"`, each also with `", grouped heads"`.
-    """
-    folder = Path(flexdilated.backends.__file__).parent
-    direction = form.partition(",")[0]
-    own = [folder / "triton" / f"{name}.py" for name in (direction, "launch", "places", "tiles")]
-    return digest("".join(path.read_text() for path in (own if backend == "triton" else sorted(folder.glob("flash*.py")))))
-
-
-def digest(code: str) -> str:
-    """A hash of Python code that comments, docstrings and layout do not change."""
-    tree = ast.parse(code)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
-            node.body = [x for x in node.body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
-
-
 def provenance(program: str, device: str, arguments: Sequence[str], commit_given: str | None = None) -> dict[str, Any]:
     """What a program of this folder measured on, with what, when and how; `commit_given` where git cannot tell."""
     triton = importlib.util.find_spec("triton")
@@ -100,10 +68,3 @@ def provenance(program: str, device: str, arguments: Sequence[str], commit_given
         "date": describe()["date"],
         "command": shlex.join(["python", "-m", f"benchmarks.{program}", *arguments]),
     }
-
-
-def save(report: dict[str, Any], path: Path) -> None:
-    """Write a report whole or not at all, in a folder made if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as file:
-        file.write((json.dumps(report, indent=1) + "\n").encode())

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 # What `--all` imports beside torch and triton, with what those packages import.
 IMPORTED = (
-    *("pytest", "iniconfig", "packaging", "pluggy", "pygments", "hypothesis", "sortedcontainers"),
+    *("pytest", "iniconfig", "packaging", "pluggy", "pygments"),
     *("rich", "markdown-it-py", "mdurl", "numpy", "safetensors"),
 )
 # FlashAttention-4 and what it imports beside torch, as it was compiled for sm_90 (CUDA 13, Python 3.11, 2026-11-27). Without its

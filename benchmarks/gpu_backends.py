@@ -42,6 +42,7 @@ from benchmarks.environment import provenance, save
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.flex.cost import Shape, fused_cost
+from flexdilated.tuning.candidates import switched
 
 DTYPE = torch.bfloat16
 OUTPUT = Path("runs/bench_gpu.json")
@@ -168,18 +169,6 @@ def _flex_flash_why_not(pattern: DilatedPattern, device: str) -> str | None:
     return _needs_cuda(pattern, device)
 
 
-def switched(name: str, value: object) -> AbstractContextManager[object]:
-    """A constant of the launches of the Triton kernels has another value.
-
-    Raises:
-        NotImplementedError: If this checkout has no such constant.
-    """
-    launch = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which need not be there
-    if not hasattr(launch, name):
-        raise NotImplementedError(f"this checkout has no {name}")
-    return mock.patch.multiple(launch, **{name: value}, PLANS={})  # launches that were planned before have the other value
-
-
 def _flex_flash() -> AbstractContextManager[object]:
     return mock.patch.object(flex_kernel, "options_of", return_value={"BACKEND": "FLASH"})
 
@@ -200,9 +189,9 @@ BACKENDS = (
         "sdpa_efficient", partial(dilated, backend="sdpa"), _needs_cuda, around=partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION)
     ),
     Backend("triton", partial(dilated, backend="triton"), _needs_cuda),
-    Backend("triton_pointers", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "DESCRIBES", False)),
-    Backend("triton_host", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "HOSTS", True)),
-    Backend("triton_sums", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "SUMS", True)),
+    Backend("triton_pointers", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, DESCRIBES=False)),
+    Backend("triton_host", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, HOSTS=True)),
+    Backend("triton_sums", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, SUMS=True)),
     Backend("flex_packed", partial(dilated, backend="flex", layout="packed"), _packed_why_not, _flex_why_no_training),
     Backend("flex_packed_flash", partial(dilated, backend="flex", layout="packed"), _flex_flash_why_not, around=_flex_flash),
     Backend("flex_fused", partial(dilated, backend="flex", layout="fused"), lambda pattern, device: None, _flex_why_no_training),

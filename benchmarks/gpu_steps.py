@@ -35,11 +35,12 @@ from benchmarks import crossover, gpu_backends, tiles
 from benchmarks.attention import SMALL_LONGNET
 from benchmarks.environment import provenance, save, source_of
 from benchmarks.gpu_backends import Backend, Device, Setting, mask_name
-from benchmarks.gpu_checks import WRONG, Job, definition_jobs, examined, merges, repeatable
+from benchmarks.gpu_checks import backend_call, merges, repeatable
 from flexdilated import DilatedPattern
 from flexdilated.backends.crossovers import CHALLENGERS, FILE, PROVEN, device_class
+from flexdilated.backends.tuned import WRONG
 from flexdilated.core.hardware import detect
-from tests.cases import Case
+from flexdilated.tuning.checks import Case, Job, definition_jobs, examined
 
 STATE, RESULTS = Path("runs/bench_gpu_all.json"), Path(__file__).parent / "results"
 CHECKED = ("triton", "triton_host", "triton_sums", "sdpa", "sdpa_flash", "sdpa_efficient", "flash")  # in this order
@@ -90,7 +91,7 @@ def check(report: Report, jobs: Sequence[Job], device: str, processes: int) -> N
     """Add the verdicts of jobs."""
     for job, verdicts in zip(jobs, examined(jobs, device, processes), strict=True):
         for direction, text in verdicts.items():
-            report["checks"].append({"backend": job.backend, "form": job.form(direction), "case": job.name, "found": text})
+            report["checks"].append({"backend": job.candidate, "form": job.form(direction), "case": job.case.name, "found": text})
 
 
 def wrong(report: Report, backend: str, form: str) -> str | None:
@@ -170,18 +171,21 @@ def spelled(setting: Setting) -> str:
 
 def steps(options: argparse.Namespace, sizes: Sizes) -> list[Step]:
     """All steps: checks before times, and what tells most first."""
-    device, on_gpu, names = options.device, options.device == "cuda", options.backends
-    backends = [backend for backend in gpu_backends.BACKENDS if backend.name in names]
-    jobs = {name: definition_jobs(name, sizes.checked, sizes.checked_tokens, sizes.group, sizes.head_dims) for name in names}
-    base = Case(sizes.pattern, num_tokens=sizes.tokens[0] // 8, kv_heads=4, lse_gradient=False)
-    cases = [replace(base, group=g, head_dim=d) for g in (sizes.group, 1) for d in sizes.head_dims]
-    for name in REPEATABLE & set(names):
-        jobs[name] += [Job(repeatable, name, f"bits of 100 calls, D={case.head_dim}", case) for case in cases]
+    device, on_gpu, asked = options.device, options.device == "cuda", options.backends
+    backends = [backend for backend in gpu_backends.BACKENDS if backend.name in asked]
+    what = (sizes.checked, sizes.checked_tokens, sizes.group, sizes.head_dims)
+    jobs = {name: definition_jobs(backend_call, name, *what) for name in asked}
+    one = Case("", sizes.pattern, num_tokens=sizes.tokens[0] // 8, kv_heads=4, lse_gradient=False)
+    cases = [replace(one, name=f"bits of 100 calls, D={d}", group=g, head_dim=d) for g in (sizes.group, 1) for d in sizes.head_dims]
+    for name in REPEATABLE & set(asked):
+        jobs[name] += [Job(repeatable, name, case) for case in cases]
     if on_gpu:
         rows = [
-            Case(sizes.checked, num_tokens=50, kv_heads=3, head_dim=d, group=g) for g in (1, sizes.group) for d in sizes.head_dims
+            Case(f"D={d}", sizes.checked, num_tokens=50, kv_heads=3, head_dim=d, group=g)
+            for g in (1, sizes.group)
+            for d in sizes.head_dims
         ]
-        jobs["merging"] = [Job(merges, "merging", f"D={case.head_dim}", case) for case in rows]
+        jobs["merging"] = [Job(merges, "merging", case) for case in rows]
     order = [name for name in ("triton", "merging", *CHECKED[1:]) if name in jobs]
     run = partial(check, device=device, processes=options.processes)
     planned = [Step("check", f"check {name}", 90.0, partial(run, jobs=jobs[name])) for name in order]
@@ -200,7 +204,7 @@ def steps(options: argparse.Namespace, sizes: Sizes) -> list[Step]:
                 time_one, into="measurements", backend=backend, pattern=sizes.pattern, setting=setting, device=device
             )
             planned.append(Step(f"time N={setting.num_tokens}", f"{backend.name}, {spelled(setting)}", 8.0, one_time))
-    if on_gpu and "triton" in names:
+    if on_gpu and "triton" in asked:
         for head_dim in tiles.HEAD_DIMS:
             one_time = partial(time_tiles, head_dim=head_dim, folder=options.state.parent)
             planned.append(Step("tiles", f"tiles, D={head_dim}", 90.0, one_time))

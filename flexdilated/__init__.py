@@ -17,6 +17,7 @@ from flexdilated.nn import LongNet as LongNet
 from flexdilated.nn import LongNetConfig as LongNetConfig
 from flexdilated.nn import LongNetLM as LongNetLM
 from flexdilated.nn import MultiheadDilatedAttention as MultiheadDilatedAttention
+from flexdilated.tuning import tune as tune
 
 # Without the sub-modules: `from flexdilated import *` must not hide `torch.nn`.
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "dilated_score_mod",
     "draw_attention_map",
     "draw_pattern",
+    "tune",
 ]

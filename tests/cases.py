@@ -1,6 +1,6 @@
 """One attention call as a plain value, drawn by hypothesis, and its outputs and gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.tuning.checks import dense_attention, differentiate
 from tests.tolerances import assert_twice_naive
 
 HEAD_DIMS = (1, 3, 24, 48)
 SCALES = (None, 0.9, 0, 0.0, -0.4, 1e-42)  # the last is 0 to most kernels
-
-Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -118,15 +117,6 @@ def calls(draw: st.DrawFn) -> Case:
     )
 
 
-def differentiate(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
-    """`out, lse, dq, dk, dv` of `attend(q, k, v)`, which returns `out, lse`."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = attend(*leaves)
-    outputs, weights = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
-    grads = torch.autograd.grad(outputs, leaves, weights)
-    return out.detach(), lse.detach(), *grads
-
-
 def run_backend(case: Case, backend: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, ...]:
     """`out, lse, dq, dk, dv` by one backend."""
     options = {**case.options(device), "return_lse": True, "backend": backend}
@@ -162,25 +152,6 @@ def assert_twice_plain(actual: Sequence[Tensor], case: Case, dtype: torch.dtype,
         error = actual[i].cpu().double() - expected[i]
         assert_twice_naive(error, naive[i].double() - exact[i], torch.zeros_like(error))
     return expected
-
-
-def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False, scale: float | None = None
-) -> Tensor:
-    """Plain PyTorch in the dtype of q: one softmax of `score + log m`, m branches joining a pair. No empty rows."""
-    num_tokens, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
-    p = torch.arange(num_tokens)
-    joined = torch.zeros(kv_heads, num_tokens, num_tokens)
-    for i, (w, r) in enumerate(pattern.branches):
-        for h in pattern.head_range(i, kv_heads):
-            kept = p % w % r == pattern.offset(i, h, kv_heads)
-            joined[h] += kept[:, None] & kept & (p[:, None] // w == p // w)
-    if is_causal:
-        joined = joined.tril()
-    bias = joined.log().to(q).repeat_interleave(heads // kv_heads, dim=0)
-    k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale) + bias
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(dim=-1), v)
 
 
 def randomised(module: Any, scale: float = 0.3) -> Any:

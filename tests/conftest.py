@@ -12,6 +12,7 @@ import torch
 
 if not torch.cuda.is_available():  # read when triton is imported: the kernels of backend="triton" then run on CPU tensors
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ["FLEXDILATED_CACHE"] = "off"  # what a user measured changes no test; tests/test_tuning.py has folders of its own
 
 # Inductor's C++ takes a third of the time without trial programs for vector instructions, and without a precompiled header.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from flexdilated.backends.crossovers import prefer, unproven
 from flexdilated.backends.dense import flash, sdpa
 from flexdilated.backends.dense.math import operations_why_not
 from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.triton import backend as triton_backend
+from flexdilated.backends.tuned import advise, prefer, unproven
 from flexdilated.core.dispatch_key import DispatchKey as DispatchKey
 
 
@@ -63,6 +63,10 @@ def why_not(backend: str, request: DispatchKey) -> str | None:
     return table.get(backend, BACKENDS[backend])(request)
 
 
+def _may_take_triton(request: DispatchKey) -> bool:
+    return triton_backend.why_not(request) is None and triton_backend.why_not_unasked(request) is None
+
+
 def choose(backend: str, request: DispatchKey, *, divided: bool = False) -> str:
     """The backend that runs a request: the named one, or for `"auto"` the first that can, fastest first.
 
@@ -73,6 +77,8 @@ def choose(backend: str, request: DispatchKey, *, divided: bool = False) -> str:
         NotImplementedError: If the named backend cannot run the request; the message has its reason.
     """
     if backend == "auto":
+        if request.hardware.capability is not None and not request.modified and _may_take_triton(request):
+            advise(request.hardware.capability)
         reasons = {}
         for name in prefer(request):
             reasons[name] = WHOLE if divided and name not in KERNEL_BACKENDS else why_not(name, request)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flexdilated._version import __version__
-from flexdilated.cli import choose, convert, doctor, generate, plan, show, slides, train
+from flexdilated.cli import choose, convert, doctor, generate, plan, show, slides, train, tune
 from flexdilated.cli.refusal import Command, CommandGroup
 from flexdilated.training.distributed import is_rank, leave
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (show.show, doctor.doctor, plan.plan, choose.choose, convert.convert, train.train, generate.generate):
+for _command in (show.show, doctor.doctor, tune.tune, plan.plan, choose.choose, convert.convert, train.train, generate.generate):
     app.command(cls=Command)(_command)
 app.add_typer(slides.app)
 

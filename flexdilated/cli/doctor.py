@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated._version import __version__
-from flexdilated.backends import DispatchKey, choose, why_not
-from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, PROVEN, device_class, is_measured, unproven
+from flexdilated.backends import DispatchKey, choose, tuned, why_not
+from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, PROVEN, Crossover, device_class, is_measured
 from flexdilated.backends.dense import flash
 from flexdilated.cli.options import DTYPES, device_named, spelled
 from flexdilated.cli.selfcheck import QUANTITIES, Candidate, Report, all_passed, candidates, self_check
 from flexdilated.core.hardware import Hardware, detect, recommended_dtype
+from flexdilated.tuning.candidates import CANDIDATES
 
 CALLS = ("plain", "masked", "dropout", "functions")
 HEAD_DIM = 64
@@ -41,7 +42,8 @@ def doctor(
     if not as_json:
         console.print(_machine_table(machine))
         console.print(_backend_table(hardware))
-        console.print(Text(_preference(hardware), "italic"))
+        for text in _preferences(hardware).values():
+            console.print(Text(text, "italic"))
         for fault in _faults():
             console.print(Text(fault, "yellow"))
     with Console(stderr=True).status("checking kernels") as status:
@@ -124,26 +126,44 @@ def _faults() -> list[str]:
     return [] if fault is None else [fault]
 
 
+def _preferences(hardware: Hardware) -> dict[str, str]:
+    """What `backend="auto"` takes on each level of CUDA that is here, and on the examined device."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    all_hardware = dict.fromkeys((hardware, *(detect(torch.device("cuda", i)) for i in range(count))))
+    return {str(each): f"{each}: {_preference(each)}" for each in all_hardware}
+
+
 def _preference(hardware: Hardware) -> str:
-    """What `backend="auto"` goes by on this device."""
-    if is_measured(hardware):
-        provenance = json.loads(FILE.read_text())["provenance"]
-        about = [entry for entry in provenance if entry["device"] == device_class(hardware)][-1]
+    """What `backend="auto"` takes, and where that was measured."""
+    own = tuned.Tuned() if hardware.capability is None else tuned.loaded(hardware.capability)
+    if own.path is not None:
+        text = f"auto takes {_measured_choice(hardware, own.crossovers)}, by flexdilated tune on {own.date} ({own.path})"
+        for (dtype, head_dim), names in own.constants.items():
+            text += "".join(
+                f"; {c.name} in {dtype}, head dim {head_dim}" for c in CANDIDATES if c.constants and {*c.constants} <= names
+            )
+    elif is_measured(hardware):
+        kept = json.loads(FILE.read_text())["provenance"]
+        about = [entry for entry in kept if entry["device"] == device_class(hardware)][-1]
         where = f"{about.get('hardware', about.get('device_class'))}, torch {about['torch']}, {about['date']}"
-        text = f"auto takes {_measured_choice(hardware)}, by measurements of one device of this class ({where})"
+        text = f"auto takes {_measured_choice(hardware, KEPT)}, by measurements shipped with flexdilated ({where})"
     else:
         text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
     plain = _request(hardware, torch.bfloat16, "plain")
     for name in PROVEN:
-        reason = unproven(name, plain) or unproven(name, replace(plain, group=2))
+        reason = tuned.unproven(name, plain) or tuned.unproven(name, replace(plain, group=2))
         if reason is not None and why_not(name, plain) is None:
-            text += f". It leaves {name} out: {reason}. To check and measure it, run python -m benchmarks.gpu --all in a clone"
+            text += f". It leaves {name} out: {reason}. To check and measure it, run flexdilated tune ({tuned.ESTIMATE})"
+    if hardware.capability is not None and own.path is None:
+        stale = tuned.others(hardware.capability)
+        text += f". Measurements with other versions are not used: {', '.join(map(str, stale))}" if stale else ""
+        text += f". {tuned.VARIABLE}={tuned.OFF}: measurements of flexdilated tune are not read" if tuned.folder() is None else ""
     return text
 
 
-def _measured_choice(hardware: Hardware) -> str:
+def _measured_choice(hardware: Hardware, crossovers: tuple[Crossover, ...]) -> str:
     """The backends of training calls at the head dim of the table, by dtype and number of tokens."""
-    lengths = sorted({crossover.tokens for crossover in KEPT if crossover.device == device_class(hardware)})
+    lengths = sorted({0} | {crossover.tokens for crossover in crossovers if crossover.device == device_class(hardware)})
     dtypes_by_choice: dict[str, list[str]] = {}
     for name, dtype in DTYPES.items():
         request = _request(hardware, dtype, "plain")
@@ -249,7 +269,14 @@ def _as_json(machine: dict[str, Any], hardware: Hardware, reports: list[Report])
         }
         for report in reports
     ]
-    return {"machine": machine, "backends": rows, "checks": checks, "faults": _faults(), "passed": all_passed(reports)}
+    return {
+        "machine": machine,
+        "backends": rows,
+        "auto": _preferences(hardware),
+        "checks": checks,
+        "faults": _faults(),
+        "passed": all_passed(reports),
+    }
 
 
 def _finite(error: float) -> float | None:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from flexdilated.cli.options import DTYPES, spelled
 from flexdilated.cli.refusal import first_line
 from flexdilated.core.hardware import Hardware
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.tuning.checks import Case
 
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 
@@ -56,43 +56,6 @@ class Candidate:
         if self.kernel is None:
             return why_not(self.backend, request)
         return next(kernel.why_not(request) for kernel in KERNELS if kernel.name == self.kernel)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One small call, by numbers that fix its tensors."""
-
-    name: str
-    pattern: DilatedPattern
-    batch: int = 1
-    num_tokens: int = 47
-    kv_heads: int = 4
-    group: int = 1
-    head_dim: int = 16
-    is_causal: bool = False
-    ignored: float | None = None  # share of keys that key_padding_mask ignores
-    borders: tuple[int, ...] | None = None  # cu_seqlens
-    seed: int = 11
-
-    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, dout and dlse on the CPU, rounded to `dtype`."""
-        generator = torch.Generator().manual_seed(self.seed)
-        heads = self.kv_heads * self.group
-        q, k, v, dout = (
-            torch.randn(self.batch, self.num_tokens, num, self.head_dim, generator=generator).to(dtype)
-            for num in (heads, self.kv_heads, self.kv_heads, heads)
-        )
-        return q, k, v, dout, torch.randn(self.batch, heads, self.num_tokens, generator=generator)
-
-    def options(self, device: torch.device) -> dict[str, Any]:
-        """The keyword arguments of the call."""
-        options: dict[str, Any] = {"is_causal": self.is_causal}
-        if self.ignored is not None:
-            generator = torch.Generator().manual_seed(self.seed + 1)
-            options["key_padding_mask"] = (torch.rand(self.batch, self.num_tokens, generator=generator) < self.ignored).to(device)
-        if self.borders is not None:
-            options["cu_seqlens"] = torch.tensor(self.borders, dtype=torch.int32, device=device)
-        return options
 
 
 @dataclass(frozen=True)

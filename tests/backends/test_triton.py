@@ -201,7 +201,7 @@ def test_drawn_calls_equal_the_oracle(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forms", [(), ("HOSTS", "SUMS")], ids=["pointers", "forms_to_measure"])
+@pytest.mark.parametrize("forms", [(), ("HOSTS", "SUMS"), ("LONG",)], ids=["pointers", "forms_to_measure", "longer_tiles"])
 @pytest.mark.parametrize(("name", "dtype"), [("plain", torch.float16), ("grouped_queries", torch.bfloat16)], ids=str)
 def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
     name: str, dtype: torch.dtype, forms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -213,7 +213,8 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
     actual = run_backend(case, "triton", dtype)
     expected = assert_twice_plain(actual, case, dtype)
     torch.testing.assert_close(actual[1].double(), expected[1], **HALF_LSE)
-    assert ("differentiate_queries" in dict(launched)) == (not forms)
+    assert ("differentiate_queries" in dict(launched)) == ("SUMS" not in forms)
+    assert (dict(launched)["attend"]["BLOCK_N"] == 128) == ("LONG" in forms) or "HOSTS" in forms
 
 
 def test_the_patched_interpreter_rounds_bfloat16_to_nearest() -> None:

@@ -14,6 +14,7 @@ from benchmarks import crossover, environment, gpu, gpu_backends, gpu_checks, gp
 from benchmarks.gpu_steps import CHECKED, FORMS, QUICK, TIMED
 from flexdilated.backends import crossovers
 from flexdilated.core.pieces import plan_pieces
+from flexdilated.tuning import checks
 
 pytestmark = [pytest.mark.lab, pytest.mark.filterwarnings("ignore:pattern with segments:UserWarning")]
 
@@ -47,8 +48,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         clock: Clock | None = None,
     ) -> tuple[int, dict[str, Any], list[str]]:
         def examine(job: Any, device: str) -> dict[str, str]:
-            if f"check {job.backend}" not in happened:
-                happened.append(f"check {job.backend}")
+            if f"check {job.candidate}" not in happened:
+                happened.append(f"check {job.candidate}")
             return verdicts(job)
 
         def attempt(device: Any, backend: Any, pattern: Any, setting: Any) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
             trained = {} if backend.why_no_training("cpu") else {"backward_ms": 1.0, "backward_tflops": 2.0}
             return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0, **trained}
 
-        monkeypatch.setattr(gpu_checks, "examine", examine)
+        monkeypatch.setattr(checks, "examine", examine)
         monkeypatch.setattr(gpu_backends, "attempt", attempt)
         if clock is not None:
             monkeypatch.setattr(gpu_steps.time, "monotonic", clock.monotonic)
@@ -110,7 +111,7 @@ def test_the_checked_pieces_take_every_way_of_the_triton_kernels() -> None:
     """Loads by descriptors and through pointers, and launches that pieces share."""
     groups = pytest.importorskip("flexdilated.backends.triton.groups")
     sizes = gpu_steps.FULL
-    for job in gpu_checks.definition_jobs("triton", sizes.checked, sizes.checked_tokens, sizes.group, (64,)):
+    for job in checks.definition_jobs(gpu_checks.backend_call, "triton", sizes.checked, sizes.checked_tokens, sizes.group, (64,)):
         case = job.case
         borders = tuple(itertools.pairwise(case.borders or (0, case.num_tokens)))
         pieces = plan_pieces(case.pattern, borders, case.kv_heads, case.is_causal)
@@ -182,7 +183,7 @@ def test_a_form_that_is_wrong_is_not_timed_and_all_others_are(
     form: str, verdict: str, command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def verdicts(job: Any) -> dict[str, str]:
-        bad = job.backend == "triton" and job.case.ignored is not None
+        bad = job.candidate == "triton" and job.case.ignored is not None
         return {name: verdict if bad and job.form(name) == form else "right" for name in ("forward", "backward")}
 
     status, report, _ = command(verdicts=verdicts)
@@ -293,13 +294,13 @@ def ends_its_process(name: str, case: Any, device: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_process_that_ends_fails_its_own_job_alone(tmp_path: Path) -> None:
-    case = gpu_checks.Case(QUICK.checked)
-    jobs = [gpu_checks.Job(ends_its_process, name, "", case) for name in (str(tmp_path / "a"), "ends", str(tmp_path / "b"))]
+    case = checks.Case("", QUICK.checked)
+    jobs = [checks.Job(ends_its_process, name, case) for name in (str(tmp_path / "a"), "ends", str(tmp_path / "b"))]
     right = {"forward": "right", "backward": "right"}
     ended = {"forward": "failed: the process ended", "backward": "failed: the process ended"}
-    found = gpu_checks.examined(jobs, "cpu", 1)
+    found = checks.examined(jobs, "cpu", 1)
     assert (found[1], len(found)) == (ended, 3)
-    assert gpu_checks.examined(jobs[::2], "cpu", 1) == [right, right]
+    assert checks.examined(jobs[::2], "cpu", 1) == [right, right]
 
 
 @pytest.mark.slow
@@ -310,8 +311,8 @@ def test_checks_find_what_is_wrong_in_the_direction_where_it_is(planted: str | N
     launch = pytest.importorskip("flexdilated.backends.triton.launch")
     forward, backward = launch.forward, launch.backward
 
-    def off(*arguments: Any) -> None:
-        forward(*arguments)
+    def off(*arguments: Any, **options: Any) -> None:
+        forward(*arguments, **options)
         arguments[0][0, 7] *= 1.05
 
     def off_backward(grads: Any, *arguments: Any, **options: Any) -> None:
@@ -320,8 +321,10 @@ def test_checks_find_what_is_wrong_in_the_direction_where_it_is(planted: str | N
 
     monkeypatch.setattr(launch, "forward", off if planted == "out" else forward)
     monkeypatch.setattr(launch, "backward", off_backward if planted == "dk" else backward)
-    job = gpu_checks.definition_jobs("triton", QUICK.checked, QUICK.checked_tokens, QUICK.group, QUICK.head_dims)[1]
-    found = gpu_checks.examine(job, "cpu")
+    job = checks.definition_jobs(
+        gpu_checks.backend_call, "triton", QUICK.checked, QUICK.checked_tokens, QUICK.group, QUICK.head_dims
+    )[1]
+    found = checks.examine(job, "cpu")
     assert (found["forward"] == "right") == (planted != "out")
     assert found["backward"].startswith("wrong: dk: " if planted == "dk" else ("wrong", "right"))
     assert found["backward"] == "right" or planted is not None
@@ -333,7 +336,7 @@ def test_merging_is_checked(planted: str | None, monkeypatch: pytest.MonkeyPatch
     merging = pytest.importorskip("flexdilated.backends.triton.merging")
     if planted is not None:
         monkeypatch.setattr(merging, "merge_into" if planted == "forward" else "add_to", lambda *tensors: None)
-    case = gpu_checks.Case(QUICK.checked, num_tokens=50, kv_heads=3, head_dim=16)
+    case = checks.Case("", QUICK.checked, num_tokens=50, kv_heads=3, head_dim=16)
     found = gpu_checks.merges("merging", case, "cpu")
     assert {name for name, text in found.items() if text != "right"} == ({planted} if planted else set())
 
@@ -348,7 +351,7 @@ def test_calls_of_other_bits_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
     backend = gpu_backends.Backend("triton", attend, lambda pattern, device: None)
     monkeypatch.setattr(gpu_checks, "BACKENDS", (backend,))
-    case = gpu_checks.Case(QUICK.checked, head_dim=16, lse_gradient=False)
+    case = checks.Case("", QUICK.checked, head_dim=16, lse_gradient=False)
     found = gpu_checks.repeatable("triton", case, "cpu", calls=5)
     assert found["forward"] == "wrong: bits of call 3 differ from those of call 1"
 

@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 
 from flexdilated import DilatedPattern
 from flexdilated.analysis import strategies
-from flexdilated.cli import app, doctor, generate, plan, show, slides, train
+from flexdilated.cli import app, doctor, generate, plan, show, slides, train, tune
 from flexdilated.cli.options import device_named
 from flexdilated.cli.slides import encode
 from flexdilated.training import checkpoint, corpus, distributed, trainer
@@ -36,6 +36,7 @@ OWN_DEFAULTS = {
     "--batch-size",
     "--output",
     "--dtype",
+    "--head-dim",
 }
 
 # Other words for what an option means; no command may spell it so.
@@ -51,7 +52,7 @@ SYNONYMS = {
     "--layers": {"--num-layers", "--depth"},
 }
 # Options that say which of the model's layers are written, not how many there are; and choices of other dtypes.
-OWN_MEANINGS = {("slides encode-all", "--layers"), ("plan", "--dtype"), ("train", "--dtype")}
+OWN_MEANINGS = {("slides encode-all", "--layers"), ("plan", "--dtype"), ("train", "--dtype"), ("tune", "--dtype")}
 
 
 class Option(NamedTuple):
@@ -97,6 +98,7 @@ MODULES: dict[str, list[ModuleType]] = {
     "plan": [plan, strategies],
     "slides encode": [encode],
     "doctor": [doctor],
+    "tune": [tune],
     "train": [train, checkpoint, corpus, distributed, trainer],
     "generate": [generate],
 }

@@ -18,7 +18,17 @@ from flexdilated.backends.kernel import Options, with_positive_scale
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
 from flexdilated.backends.triton.groups import PieceGroup, graph_stage, groups, table_of
-from flexdilated.backends.triton.tiles import MOST_SUMMED, ROW_BYTES, TileConfig, is_aligned, padded, tiles_of, unmeasured_tiles
+from flexdilated.backends.triton.tiles import (
+    MOST_SUMMED,
+    ROW_BYTES,
+    TileConfig,
+    is_aligned,
+    longer,
+    padded,
+    tiles_of,
+    unmeasured_tiles,
+)
+from flexdilated.backends.tuned import constants as tuned_constants
 from flexdilated.core.hardware import detect
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pieces import UNBOUNDED, Piece
@@ -28,9 +38,12 @@ INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 
 # Whether loops may load rows by tensor descriptors; tiles.py selects them. `benchmarks.gpu` has a backend that turns it off.
 DESCRIBES = True
-# Forms to measure, which no GPU has run: keys and values of the forward by descriptors that the host makes; all gradients by one
-# kernel, dq in sums whose order varies, so not where torch is asked for deterministic algorithms.
-HOSTS = SUMS = False
+# Forms that no GPU has run: keys and values of the forward by descriptors that the host makes; longer tiles of the forward; all
+# gradients by one kernel, dq in sums whose order varies, so not where torch is asked for deterministic algorithms. None: only where
+# `flexdilated tune` found the form right and faster.
+HOSTS: bool | None = None
+LONG: bool | None = None
+SUMS: bool | None = None
 
 # The launches of a call by its pieces, shapes, strides and options. Tests and benchmarks that replace tiles replace it too.
 # Calls with more pieces are not kept: they are packed documents, whose boundaries rarely repeat.
@@ -89,7 +102,7 @@ def backward(
     (first,) = _planned(_plan_prepare, (), options, (out, dout, lse, *(() if dlse is None else (dlse,))), detaches)
     _run(first, (out, dout, lse, dlse, rows), (), (), out)
     deltas = _planned(_plan_attend, pieces, options, (q, k, v, dout), "delta") if detaches else ()
-    may_sum = SUMS and q.shape[3] <= MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
+    may_sum = _asks("SUMS", q) and q.shape[3] <= MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
     may_sum = may_sum and _may_describe(options, q, dout)
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if may_sum else None
     each = 2 if sums is None else 1
@@ -115,7 +128,7 @@ def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tu
         return tuple(make(pieces, options, tensors, *more))
     kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), graph_stage(tensors[0].device))
     layouts = [(x.shape, x.stride()) for x in tensors]
-    key = (make, pieces, tensors[0].dtype, tensors[0].device, kind, DESCRIBES, HOSTS, more, *layouts)
+    key = (make, pieces, tensors[0].dtype, tensors[0].device, kind, DESCRIBES, HOSTS, LONG, more, *layouts)
     found = PLANS.get(key)
     if found is None:
         if len(PLANS) >= MOST_PLANS:
@@ -187,9 +200,16 @@ def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Ten
     """One launch of `attend` for each group; for `"delta"`, the last tensor is dout."""
     q, k, v, out = tensors
     strides = (*_strides(*tensors), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
+    hosts, long = (HOSTS, LONG) if end else (_asks("HOSTS", q), _asks("LONG", q))  # `flexdilated tune` checks no other end
     for group in groups(pieces, q.device):
-        asked = HOSTS and group.each is group.one and _may_describe(options, k, v) and all(_may_host(x, group.one) for x in (k, v))
+        asked = (
+            bool(hosts)
+            and group.each is group.one
+            and _may_describe(options, k, v)
+            and all(_may_host(x, group.one) for x in (k, v))
+        )
         tiles = _tiles(attend, q, group.one, options=options, loaded=(k, v), group=q.shape[2] // k.shape[2], asked=asked)
+        tiles = longer(tiles, q.shape[-1], q.element_size()) if long and not asked else tiles
         queries = _queries(group.each, q, k)
         count = -(-queries // tiles.queries)
         constants = _constants(*tensors, group=group, options=options, tiles=tiles)
@@ -285,6 +305,12 @@ def _tiles(
         return unmeasured_tiles(kernel.__name__, q.shape[-1], q.element_size())
     rows = piece.rows if DESCRIBES and options.ignored is None and all(_describable(x) for x in loaded) else 0
     return tiles_of(kernel.__name__, _level(q), q.shape[-1], q.element_size(), described_rows=rows, group=group)
+
+
+def _asks(form: str, q: Tensor) -> bool:
+    """Whether the constant of a form is on: as set in this file, else as kept by `flexdilated tune` for such rows."""
+    constant: bool | None = globals()[form]
+    return form in tuned_constants(q.device, q.dtype, q.shape[-1]) if constant is None else constant
 
 
 def _describable(x: Tensor) -> bool:

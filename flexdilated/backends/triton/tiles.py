@@ -57,6 +57,8 @@ UNMEASURED = {
     "attend": (TileConfig(64, 128, 4, 2, True, True), TileConfig(128, 128, 8, 2, True, True), TileConfig(64, 64, 4, 2, True, True)),
     "differentiate_keys": (TileConfig(64, 128, 8, 2, True), TileConfig(32, 128, 8, 2, True)),
 }
+# Of "attend" where `launch.LONG` is on, in 16 bits: for rows of up to 64 and 128 elements.
+LONGER = (TileConfig(64, 128, 4, 3), TileConfig(128, 128, 8, 3))
 # Without tensor cores: float32 that is not rounded to TensorFloat-32. The same everywhere.
 SINGLE = {
     "attend": (TileConfig(64, 32, 8, 2), TileConfig(32, 16, 8, 2), TileConfig(16, 32, 8, 1)),
@@ -101,6 +103,13 @@ def unmeasured_tiles(kernel: str, head_dim: int, element: int) -> TileConfig:
     if element > 2:
         return SINGLE[kernel][_size(head_dim)]._replace(described=True, host=kernel == "attend")
     return UNMEASURED[kernel][_size(head_dim)]
+
+
+def longer(tiles: TileConfig, head_dim: int, element: int) -> TileConfig:
+    """The tiles of `"attend"` with more keys, loaded as `tiles` are; `tiles` where there are none."""
+    if element > 2 or _size(head_dim) >= len(LONGER):
+        return tiles
+    return LONGER[_size(head_dim)]._replace(described=tiles.described, host=tiles.host)
 
 
 def _size(head_dim: int) -> int:

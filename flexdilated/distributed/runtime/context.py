@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flexdilated._version import __version__
+from flexdilated.backends.tuned import digest_of
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.call import documents
 from flexdilated.core.custom_op import Inputs, OpOptions
@@ -69,6 +70,7 @@ class RankContext(NamedTuple):
             "key_padding_mask": inputs.key_padding_mask is not None,
             "exchange": self.exchange,
             "differentiable": self.differentiable,
+            "measurements of `flexdilated tune` (one file for all ranks, or FLEXDILATED_CACHE=off)": digest_of(q.device),
             "speeds": cost_model.speeds_of_environment() if self.exchange == "auto" else None,
             **no_functions,
             **functions,

@@ -1,0 +1,267 @@
+"""What `flexdilated tune` kept on this machine, which `backend="auto"` reads before the shipped `crossovers.json`.
+
+One file per device name, level of CUDA, versions and code of the kernels. A process reads it once. Nothing is timed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+import subprocess
+import warnings
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flexdilated.backends import crossovers
+from flexdilated.backends.crossovers import PROVEN, Crossover, device_class
+from flexdilated.core.dispatch_key import DispatchKey
+from flexdilated.core.hardware import cuda_level, detect
+from flexdilated.core.tracing import answers_while_traced
+
+VARIABLE = "FLEXDILATED_CACHE"  # a folder, or OFF
+OFF = "off"
+PACKAGES = ("triton", "pytorch-triton", "triton-windows", "flash-attn", "flash-attn-4")
+SOURCES = {
+    "triton": {
+        way: [f"triton/{name}.py" for name in (way, "launch", "places", "tiles", "groups")] for way in ("forward", "backward")
+    },
+    "flash": {way: ["dense/flash.py", "dense/flash_kernels.py"] for way in ("forward", "backward")},
+}
+WRONG = ("wrong", "failed")  # how the result of a check begins that forbids a form
+ESTIMATE = "an estimated 2 to 4 minutes"
+
+Capability = tuple[int, int]
+
+
+class Tuned(NamedTuple):
+    """The content of a kept file; `constants` are those of `triton/launch.py` that are on, by dtype and head dim."""
+
+    path: Path | None = None
+    date: str = ""
+    crossovers: tuple[Crossover, ...] = ()
+    proven: frozenset[tuple[str, str, str]] = frozenset()  # backend, form as `crossovers.unproven` spells it, dtype
+    constants: dict[tuple[str, int], frozenset[str]] = {}  # noqa: RUF012
+    is_ignored: bool = False  # a file was there, and a warning said why it is not used
+
+    @property
+    def digest(self) -> str | None:
+        """A hash of all choices that follow from this file, whatever its times are; None without a file."""
+        if self.path is None:
+            return None
+        forms = sorted((*key, *sorted(names)) for key, names in self.constants.items())
+        return _hash([[c[1:] for c in self.crossovers], sorted(self.proven), forms])
+
+
+# -- the choice -----------------------------------------------------------------------------------------------------------------
+
+
+def prefer(request: DispatchKey) -> tuple[str, ...]:
+    """The backends for `backend="auto"`, the fastest first: as measured on this machine, else as `crossovers.prefer` says."""
+    capability = request.hardware.capability
+    if capability is not None and not request.modified:
+        known = _known(capability, request.dtype, request.differentiable)
+        for c in known:  # sizes may be symbols of a compiler: it takes their comparisons alone
+            if request.head_dim <= c.head_dim:
+                return crossovers.prefer(request, known)
+    return crossovers.prefer(request)
+
+
+def unproven(backend: str, request: DispatchKey) -> str | None:
+    """Why `backend="auto"` leaves a backend out that has not run on a GPU since it changed, or None."""
+    reason, capability = crossovers.unproven(backend, request), request.hardware.capability
+    if reason is None or capability is None:
+        return reason
+    suffix = ", grouped heads" if request.group > 1 else ""
+    most = _proven_head_dim(capability, backend, suffix, request.dtype, request.differentiable)
+    return None if request.head_dim <= most else reason
+
+
+@answers_while_traced
+def _known(capability: Capability, dtype: torch.dtype, differentiable: bool) -> tuple[Crossover, ...]:
+    kind = (dtype_name(dtype), differentiable)
+    return tuple(c for c in loaded(capability).crossovers if (c.dtype, c.training) == kind)
+
+
+@answers_while_traced
+def _proven_head_dim(capability: Capability, backend: str, suffix: str, dtype: torch.dtype, differentiable: bool) -> int:
+    """The largest measured head dim, where all forms that a call takes were right; else 0."""
+    proven, name = loaded(capability).proven, dtype_name(dtype)
+    forms = [way + suffix for way in ("forward", "backward")[: 1 + differentiable]]
+    if not all((backend, form, name) in proven for form in forms):
+        return 0
+    return max((c.head_dim for c in _known(capability, dtype, differentiable)), default=0)
+
+
+def constants(device: torch.device, dtype: torch.dtype, head_dim: int) -> frozenset[str]:
+    """The constants of `triton/launch.py` that are on for rows of such elements: forms that were right and faster here."""
+    capability = detect(device).capability
+    return frozenset() if capability is None else loaded(capability).constants.get((dtype_name(dtype), head_dim), frozenset())
+
+
+def digest_of(device: torch.device) -> str | None:
+    """A hash of what this process reads for a device: ranks compare it."""
+    capability = detect(device).capability
+    return None if capability is None else loaded(capability).digest
+
+
+@answers_while_traced
+def advise(capability: Capability) -> None:
+    """Warn once per process on a GPU that nothing was measured on."""
+    _advise(capability)
+
+
+@lru_cache(maxsize=8)
+def _advise(capability: Capability) -> None:
+    name = device_name(capability)
+    if name is None or folder() is None or any(device == level_name(capability) for *_, device in crossovers.RAN):
+        return
+    if loaded(capability).path is not None or loaded(capability).is_ignored:
+        return
+    warnings.warn(
+        f"backend='auto' takes 'sdpa' on {name}: no measurements cover the other backends there. Run `flexdilated tune` "
+        f"({ESTIMATE}) to let 'auto' use 'triton' where it is right and faster, or set {VARIABLE}={OFF}",
+        stacklevel=2,
+    )
+
+
+# -- the file -------------------------------------------------------------------------------------------------------------------
+
+
+def folder() -> Path | None:
+    """The folder of kept files; None where the cache is off."""
+    named = os.environ.get(VARIABLE, "")
+    if named.lower() == OFF:
+        return None
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    default = os.path.join(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "flexdilated")
+    return Path(named or default).expanduser()
+
+
+def device_name(capability: Capability) -> str | None:
+    """The name of the current GPU, or of the first one that has this level; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    order = (torch.cuda.current_device(), *range(torch.cuda.device_count()))
+    return next((torch.cuda.get_device_name(i) for i in order if torch.cuda.get_device_capability(i) == capability), None)
+
+
+def environment(name: str, capability: Capability) -> dict[str, Any]:
+    """All that measurements of a device depend on, as JSON types."""
+    return {
+        "device": name,
+        "level": level_name(capability),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{package: _version(package) for package in PACKAGES},
+        "driver": driver(),
+        "kernels": _hash([source_of(backend, way) for backend in PROVEN for way in ("forward", "backward")]),
+    }
+
+
+def path_of(place: Path, found: dict[str, Any]) -> Path:
+    """The file for an environment."""
+    return place / f"{_stem(found['device'], found['level'])}-{_hash(found)}.json"
+
+
+def others(capability: Capability) -> list[Path]:
+    """Files of this device, of whatever versions."""
+    place, name = folder(), device_name(capability)
+    return [] if place is None or name is None else sorted(place.glob(f"{_stem(name, level_name(capability))}-*.json"))
+
+
+@lru_cache(maxsize=8)
+def loaded(capability: Capability) -> Tuned:
+    """What is kept for the GPUs of a level; empty without a file, and where the file is damaged or of another machine."""
+    place, name = folder(), device_name(capability)
+    if place is None or name is None or not others(capability):
+        return Tuned()
+    return parsed(path_of(place, found := environment(name, capability)), found)
+
+
+def parsed(path: Path, expected: dict[str, Any]) -> Tuned:
+    """The content of a file, if it was measured in an environment; else a warning and nothing."""
+    try:
+        kept = json.loads(path.read_text())
+        differing = [name for name in expected if kept["environment"].get(name) != expected[name]]
+        if differing:
+            raise ValueError(f"it was measured with another {', '.join(differing)}")
+        measured = [{**entry, "device": expected["level"]} for entry in kept["measured"]]
+        forms = {(str(e["dtype"]), int(e["head_dim"])): frozenset(map(str, e["constants"])) for e in kept["forms"]}
+        return Tuned(path, str(kept["date"]), crossovers.load(json.dumps({"measured": measured})), right(kept["checks"]), forms)
+    except FileNotFoundError:
+        return Tuned()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        warnings.warn(f"{path} is ignored ({type(error).__name__}: {error}); run `flexdilated tune` again", stacklevel=2)
+        return Tuned(is_ignored=True)
+
+
+def right(checks: Iterable[dict[str, str]]) -> frozenset[tuple[str, str, str]]:
+    """The forms that were right in a check and wrong in none."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for check in checks:
+        found.setdefault((check["candidate"], check["form"], check["dtype"]), []).append(check["found"])
+    return frozenset(key for key, texts in found.items() if "right" in texts and not any(text.startswith(WRONG) for text in texts))
+
+
+# -- what it depends on ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def driver() -> str:
+    """The version of the NVIDIA driver, or `unknown`."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def source_of(backend: str, form: str) -> str:
+    """A hash of the code that computes a form of `"triton"` or `"flash"`.
+
+    Forms are `"forward"` and `"backward"`, each also with `", grouped heads"`.
+    """
+    place = Path(__file__).parent
+    return digest("".join((place / name).read_text() for name in SOURCES[backend][form.partition(",")[0]]))
+
+
+def digest(code: str) -> str:
+    """A hash of Python code that comments, docstrings and layout do not change."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
+            node.body = [x for x in node.body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+
+
+def level_name(capability: Capability) -> str:
+    """For example `sm_90`."""
+    return device_class(cuda_level(capability))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """For example `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _stem(name: str, level: str) -> str:
+    return f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}-{level}"
+
+
+def _hash(values: object) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,78 @@
+"""`flexdilated tune`: measure the backends on this GPU, for `backend="auto"`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flexdilated.backends.tuned import ESTIMATE
+from flexdilated.cli import options
+from flexdilated.tuning import Tuning
+from flexdilated.tuning import tune as run
+from flexdilated.tuning.run import chosen
+
+
+def tune(
+    device: options.DeviceOption = "auto",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Of the inputs.", show_default="the recommended one of the GPU"),
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, metavar="N", help="Elements per head.", show_default="64 and 128")] = None,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="Three dtypes, head dims 64, 128 and 256, a longer sequence, and FlexAttention; much longer."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Check and time the backends on a GPU, and keep what is right and faster for backend="auto".
+
+    An estimated 2 to 4 minutes for one dtype and two head dims. Ctrl-C keeps what is done. The results are for this GPU and these
+    versions of torch, CUDA, triton, flash-attn, the driver and this library.
+    """
+    place = options.device_named(device)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(ESTIMATE, total=1.0)
+        found = run(
+            place,
+            dtypes=None if dtype is None else [options.DTYPES[dtype]],
+            head_dims=None if head_dim is None else [head_dim],
+            everything=everything,
+            progress=lambda text, share: bar.update(task, description=text, completed=share),
+        )
+    if as_json:
+        path = None if found.path is None else str(found.path)
+        report = {"reason": found.reason, "path": path, "is_complete": found.is_complete, "kept": found.kept}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print(found)
+    if not found.is_complete:
+        raise typer.Exit(130)  # as shells say it of Ctrl-C
+
+
+def _print(found: Tuning) -> None:
+    if found.kept is None:
+        typer.echo(found.reason)
+        return
+    console = Console()
+    wrong = {f"{c['candidate']}, {c['form']}, {c['case']}: {c['found']}" for c in found.kept["checks"] if c["found"] != "right"}
+    console.print(*sorted(wrong), sep="\n", markup=False, soft_wrap=True)
+    names = list(dict.fromkeys(name for entry in found.kept["measured"] for name in entry["ms"]))
+    columns = ("dtype", "D", "call", "tokens", *(f"{name}, ms" for name in names), "of dense rate", "auto takes")
+    table = Table(*columns)
+    for entry in found.kept["measured"]:
+        times = [f"{entry['ms'][name]:.3g}" if name in entry["ms"] else "-" for name in names]
+        call, rate = "training" if entry["training"] else "inference", entry.get("of_dense")
+        setting = (entry["dtype"], str(entry["head_dim"]), call, f"{entry['tokens']:,}")
+        table.add_row(*setting, *times, "-" if rate is None else f"{rate:.0%}", chosen(entry))
+    options.print_table(console, table)
+    console.print(
+        f"kept in {found.path}" if found.path else "nothing is kept", "" if found.is_complete else "(interrupted)", soft_wrap=True
+    )

@@ -1,0 +1,70 @@
+"""What `flexdilated tune` checks and times: backends, and forms of the Triton kernels."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from flexdilated.backends.crossovers import PROVEN
+
+
+class Candidate(NamedTuple):
+    """A backend with its usual kernels, or a form of the Triton kernels in one direction.
+
+    `constants` of `backends/triton/launch.py` are on in this form, and those of all other candidates off.
+    """
+
+    name: str
+    backend: str
+    constants: tuple[str, ...] = ()
+    direction: str | None = None  # the one that the constants change
+
+    @property
+    def is_form(self) -> bool:
+        return bool(self.constants)
+
+
+CANDIDATES = (
+    Candidate("triton", "triton"),
+    Candidate("triton, longer tiles", "triton", ("LONG",), "forward"),
+    Candidate("triton, host descriptors", "triton", ("HOSTS",), "forward"),
+    Candidate("triton, one backward kernel", "triton", ("SUMS",), "backward"),
+    Candidate("flash", "flash"),
+    Candidate("flex", "flex"),  # compiles for minutes: only in `flexdilated tune --all`
+)
+FORMS = {constant for candidate in CANDIDATES for constant in candidate.constants}
+SLOW = {candidate.name for candidate in CANDIDATES if candidate.backend not in PROVEN}
+
+
+@contextmanager
+def switched(plans: dict[Any, Any] | None = None, **constants: object) -> Iterator[None]:
+    """Give constants of the launches of the Triton kernels other values inside the block, in all threads.
+
+    `plans`: the launches that were planned with these values before.
+
+    Raises:
+        NotImplementedError: If there is no such constant.
+    """
+    launch: Any = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which need not be there
+    missing = [name for name in constants if not hasattr(launch, name)]
+    if missing:
+        raise NotImplementedError(f"this checkout has no {', '.join(missing)}")
+    values = {**constants, "PLANS": {} if plans is None else plans}
+    before = {name: getattr(launch, name) for name in values}
+    vars(launch).update(values)
+    try:
+        yield
+    finally:
+        vars(launch).update(before)
+
+
+@contextmanager
+def forced(backend: str, *constants: str, plans: dict[Any, Any] | None = None) -> Iterator[None]:
+    """Run the Triton kernels in the form that has these constants, whatever this machine keeps."""
+    if backend != "triton":
+        yield
+        return
+    with switched(plans, **{name: name in constants for name in FORMS}):
+        yield

@@ -1,0 +1,251 @@
+"""Whether backends and forms of kernels are right on this device: out, lse and gradients against the definition."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexdilated import reference
+from flexdilated.core.pattern import DilatedPattern
+
+# Times the worst error of plain PyTorch in the same dtype. Tests allow half; here a false alarm costs the time of a GPU.
+ERRORS = 4.0
+LSE_ERROR = 5e-3  # absolute: sums of exact products in float32
+ENDED = "failed: the process ended"
+Verdicts = dict[str, str]  # of "forward" and "backward"
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small call, by numbers that fix its tensors."""
+
+    name: str
+    pattern: DilatedPattern
+    batch: int = 1
+    num_tokens: int = 47
+    kv_heads: int = 4
+    group: int = 1
+    head_dim: int = 16
+    is_causal: bool = False
+    ignored: float | None = None  # share of keys that key_padding_mask ignores
+    borders: tuple[int, ...] | None = None  # cu_seqlens
+    lse_gradient: bool = True  # whether `against_definition` has a gradient of lse
+    seed: int = 11
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, dout and dlse on the CPU, rounded to `dtype`."""
+        generator = torch.Generator().manual_seed(self.seed)
+        heads = self.kv_heads * self.group
+        q, k, v, dout = (
+            torch.randn(self.batch, self.num_tokens, num, self.head_dim, generator=generator).to(dtype)
+            for num in (heads, self.kv_heads, self.kv_heads, heads)
+        )
+        return q, k, v, dout, torch.randn(self.batch, heads, self.num_tokens, generator=generator)
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """The keyword arguments of the call."""
+        options: dict[str, Any] = {"is_causal": self.is_causal}
+        if self.ignored is not None:
+            generator = torch.Generator().manual_seed(self.seed + 1)
+            options["key_padding_mask"] = (torch.rand(self.batch, self.num_tokens, generator=generator) < self.ignored).to(device)
+        if self.borders is not None:
+            options["cu_seqlens"] = torch.tensor(self.borders, dtype=torch.int32, device=device)
+        return options
+
+
+class Runnable(NamedTuple):
+    """`run(q, k, v)` returns out and lse; both directions run inside `around()`."""
+
+    run: Attend
+    around: Callable[[], AbstractContextManager[object]]
+    dtype: torch.dtype
+
+
+Make = Callable[[str, Case, str], Runnable]  # by a candidate's name, a case and a device; other processes find it by its name
+
+
+class Job(NamedTuple):
+    """One examination of a candidate; `examine` is a function at the top of a file, so that another process finds it."""
+
+    examine: Callable[[str, Case, str], Verdicts]
+    candidate: str
+    case: Case
+
+    def form(self, direction: str) -> str:
+        """As `flexdilated.backends.tuned.source_of` names it."""
+        return f"{direction}, grouped heads" if self.case.group > 1 else direction
+
+
+def definition_jobs(
+    make: Make, name: str, pattern: DilatedPattern, num_tokens: int, group: int, head_dims: Sequence[int], *, half: bool = False
+) -> list[Job]:
+    """Comparisons with the definition, 16 for each head dim; `half`: 8 of them, which meet every option and both masks.
+
+    Those with grouped heads come first: their backward has changed most since it ran.
+    """
+    one = Case("plain", pattern, num_tokens=num_tokens, kv_heads=2, lse_gradient=False)
+    # One of a token, an empty one, as many short ones as make pieces share a launch, and a long one.
+    cut = (0, 1, 1, *(num_tokens * i // 30 for i in range(1, 11)), num_tokens)
+    options = (
+        one,
+        replace(one, name="gradient of lse", lse_gradient=True),
+        replace(one, name="mask", batch=2, ignored=0.3),
+        replace(one, name="documents", borders=cut),
+    )
+
+    def job(case: Case, group: int, head_dim: int, is_causal: bool) -> Job:
+        named = f"{case.name}, {'causal' if is_causal else 'full'}, D={head_dim}"
+        return Job(
+            partial(against_definition, make),
+            name,
+            replace(case, name=named, group=group, head_dim=head_dim, is_causal=is_causal),
+        )
+
+    return [
+        job(case, g, d, causal)
+        for g in (group, 1)
+        for i, case in enumerate(options)
+        for d in head_dims
+        for causal in (False, True)
+        if not half or (causal == (g > 1)) == i % 2
+    ]
+
+
+def differentiate(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
+    """`out, lse, dq, dk, dv` of `attend(q, k, v)`, which returns `out, lse`."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = attend(*leaves)
+    outputs, weights = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    grads = torch.autograd.grad(outputs, leaves, weights)
+    return out.detach(), lse.detach(), *grads
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """Plain PyTorch in the dtype of q: one softmax of `score + log m`, m branches joining a pair. No empty rows."""
+    num_tokens, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    p = torch.arange(num_tokens)
+    joined = torch.zeros(kv_heads, num_tokens, num_tokens)
+    for i, (w, r) in enumerate(pattern.segments("dense attention")):
+        for h in pattern.head_range(i, kv_heads):
+            kept = p % w % r == pattern.offset(i, h, kv_heads)
+            joined[h] += kept[:, None] & kept & (p[:, None] // w == p // w)
+    if is_causal:
+        joined = joined.tril()
+    bias = joined.log().to(q).repeat_interleave(heads // kv_heads, dim=0)
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale) + bias
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(dim=-1), v)
+
+
+def verdict(compare: Callable[[], None]) -> str:
+    """`"right"`, `"cannot run: ..."`, `"wrong: ..."` or `"failed: ..."`."""
+    try:
+        compare()
+    except NotImplementedError as error:
+        return f"cannot run: {error}"[:400]
+    except AssertionError as error:
+        return f"wrong: {' '.join(str(error).split())}"[:400]
+    except Exception as error:  # whatever a compiler raises must not end the other examinations
+        traceback.print_exc(limit=-3)
+        return f"failed: {type(error).__name__}: {error}"[:400]
+    return "right"
+
+
+def against_definition(make: Make, name: str, case: Case, device: str) -> Verdicts:
+    """No element errs by more than `ERRORS` times the worst of plain PyTorch, without mask and documents."""
+    run, around, dtype = make(name, case, device)
+    tensors = tuple(x.to(device) for x in case.tensors(dtype))[: 5 if case.lse_gradient else 4]
+    exact = [x.double() for x in tensors]
+    define = partial(reference.dilated_attention, pattern=case.pattern)
+    plain = differentiate(lambda q, k, v: (dense_attention(q, k, v, case.pattern, is_causal=case.is_causal),) * 2, *tensors[:4])
+    whole = differentiate(partial(define, is_causal=case.is_causal), *exact[:4])
+    expected = differentiate(partial(define, **case.options(torch.device(device))), *exact)
+    allowed = {i: ERRORS * (plain[i].double() - whole[i]).abs().max().item() for i in (0, 2, 3, 4)} | {1: LSE_ERROR}
+
+    def compare(actual: Iterable[Tensor], first: int) -> None:
+        for i, x in enumerate(actual, first):
+            said = partial("{}: {}".format, ("out", "lse", "dq", "dk", "dv")[i])
+            torch.testing.assert_close(x.double(), expected[i], atol=allowed[i], rtol=0.0, msg=said)
+
+    def forward() -> None:
+        with around(), torch.no_grad():
+            compare(run(*tensors[:3]), 0)
+
+    def backward() -> None:
+        with around():
+            compare(differentiate(run, *tensors)[2:], 2)
+
+    return {"forward": verdict(forward), "backward": verdict(backward)}
+
+
+def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[], object] = lambda: None) -> list[Verdicts]:
+    """Verdicts of all jobs, in several processes, so that kernels compile side by side; 0: in this one.
+
+    A job that fails is tried again in a process of its own: a CUDA error of one job fails all later ones of its process. `done` is
+    called after each job, from any thread.
+    """
+    if processes == 0:
+        found = []
+        for job in jobs:
+            found.append(examine(job, device))
+            done()
+        return found
+
+    def verdicts(some: Sequence[Job], workers: int) -> list[Verdicts]:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            with _children_without_interrupts():
+                futures = [pool.submit(examine, job, device) for job in some]
+            for future in futures:
+                future.add_done_callback(lambda future: done())
+            try:
+                return [future.result() for future in futures]
+            except BrokenProcessPool:
+                return [dict.fromkeys(("forward", "backward"), ENDED) for _ in some]
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    found = verdicts(jobs, processes)
+    again = [i for i, each in enumerate(found) if any(text.startswith("failed") for text in each.values())]
+    with ThreadPoolExecutor(processes) as threads:
+        for i, (each,) in zip(again, threads.map(lambda i: verdicts([jobs[i]], 1), again)):
+            found[i] = each
+    return found
+
+
+@contextmanager
+def _children_without_interrupts() -> Iterator[None]:
+    """Processes that start inside the block ignore Ctrl-C: only this process acts on it. In other threads: nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def examine(job: Job, device: str) -> Verdicts:
+    """The verdicts of one job, also where the definition itself fails."""
+    found: Verdicts = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # checked patterns need not be connected
+        text = verdict(lambda: found.update(job.examine(job.candidate, job.case, device)))
+    return found or dict.fromkeys(("forward", "backward"), text)

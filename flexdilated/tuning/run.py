@@ -1,0 +1,340 @@
+"""Check candidates against the definition, time those that are right, and keep the result where `backend="auto"` reads it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from flexdilated.attention import dilated_attention
+from flexdilated.backends import DispatchKey, tuned, why_not
+from flexdilated.backends.crossovers import ENOUGH, faster
+from flexdilated.backends.triton import backend as triton_backend
+from flexdilated.backends.tuned import WRONG, dtype_name
+from flexdilated.core.files import replaced
+from flexdilated.core.hardware import Hardware, detect, recommended_dtype
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.tuning.candidates import CANDIDATES, SLOW, Candidate, forced
+from flexdilated.tuning.checks import ENDED, Case, Runnable, definition_jobs, examined, verdict
+from flexdilated.tuning.timing import DENSE_ROWS, NUM_HEADS, PATTERN, Call, attention_call, dense_call, in_turns, inputs
+
+HEAD_DIMS, LENGTHS = (64, 128), (1024, 8192, 65536)
+ALL_DTYPES, ALL_HEAD_DIMS, ALL_LENGTHS = (torch.bfloat16, torch.float16, torch.float32), (64, 128, 256), (*LENGTHS, 262144)
+WAYS = ("forward", "backward")
+NEAR = 0.02  # of the largest element: how far results of two backends may differ in timed calls
+
+Kept = dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """What is checked and timed. Checked segments are long enough for tensor descriptors, and one is cut."""
+
+    candidates: tuple[Candidate, ...]
+    settings: tuple[tuple[torch.dtype, int], ...]  # dtype and head dim
+    lengths: tuple[int, ...] = LENGTHS
+    checked: DilatedPattern = DilatedPattern((512, 1540), (1, 3))
+    checked_tokens: int = 1700
+    group: int = 3
+    rounds: int = 7
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of `tune`: the kept file and its content, or the reason why there is nothing to tune."""
+
+    path: Path | None = None
+    kept: Kept | None = None
+    reason: str | None = None
+    is_complete: bool = True
+
+
+def tune(
+    device: torch.device | str | None = None,
+    *,
+    dtypes: Sequence[torch.dtype] | None = None,
+    head_dims: Sequence[int] | None = None,
+    everything: bool = False,
+    processes: int | None = None,
+    progress: Callable[[str, float], object] | None = None,
+) -> Tuning:
+    """Check and time the backends on a GPU, and keep for `backend="auto"` what is right and faster than `"sdpa"`.
+
+    Every candidate runs 8 calls for each head dim: outputs, log-sum-exp and gradients are compared with
+    `flexdilated.reference`. Those that are right are timed in turns with `"sdpa"` and a dense kernel. The result is one file in
+    `$FLEXDILATED_CACHE`, else `$XDG_CACHE_HOME/flexdilated`, else `~/.cache/flexdilated`. A process reads it when it first uses the
+    GPU; this process reads it again, except where it is a rank of a process group. An interrupt keeps what is done. Calls of
+    `dilated_attention` time nothing.
+
+    >>> tune("cpu").reason
+    "nothing to tune on cpu: backend='auto' takes 'sdpa' there"
+
+    Args:
+        device: The GPU. Default: the current one.
+        dtypes: Of the inputs. Default: the recommended one of the GPU.
+        head_dims: Elements per head. Default: 64 and 128.
+        everything: Three dtypes, three head dims, a longer sequence and `backend="flex"`, which compiles for minutes.
+        processes: Processes that compile and check side by side. Default: one per CPU, at most 8. They import the main program,
+            which must call `tune` under `if __name__ == "__main__":`. 0: none.
+        progress: Called with what runs now and the share that is done.
+
+    Raises:
+        ValueError: If a head dim is not positive, or `FLEXDILATED_CACHE=off`.
+        OSError: If the file cannot be written.
+        RuntimeError: If no process could run a check.
+    """
+    place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    hardware = detect(place)
+    if hardware.capability is None:
+        return Tuning(reason=f"nothing to tune on {hardware}: backend='auto' takes 'sdpa' there")
+    if head_dims is not None and min(head_dims, default=0) < 1:
+        raise ValueError(f"head_dims must be positive, got {tuple(head_dims)}")
+    folder = tuned.folder()
+    if folder is None:
+        raise ValueError(
+            f"{tuned.VARIABLE} must be a folder, or not set, for results to be kept, got '{os.environ[tuned.VARIABLE]}'"
+        )
+    dtypes = dtypes or (ALL_DTYPES if everything else (recommended_dtype(hardware),))
+    head_dims = head_dims or (ALL_HEAD_DIMS if everything else HEAD_DIMS)
+    names = [candidate for candidate in CANDIDATES if everything or candidate.name not in SLOW]
+    plan = Plan(tuple(names), tuple(itertools.product(dtypes, head_dims)), ALL_LENGTHS if everything else LENGTHS)
+    reasons = {c.backend: [_why_not(c, hardware, *setting) for setting in plan.settings] for c in plan.candidates}
+    if all(reason is not None for each in reasons.values() for reason in each):
+        why = "; ".join(f"{name}: {each[0]}" for name, each in reasons.items())
+        return Tuning(reason=f"nothing to tune on {hardware}: backend='auto' takes 'sdpa' there ({why})")
+    environment = tuned.environment(torch.cuda.get_device_name(place), hardware.capability)
+    processes = min(8, os.cpu_count() or 1) if processes is None else processes
+    return run(tuned.path_of(folder, environment), environment, plan, place, processes, progress or (lambda text, share: None))
+
+
+class Progress:
+    """Counts what is done, for a function that shows it; a timed length counts as several checks."""
+
+    LENGTH = 4
+
+    def __init__(self, plan: Plan, show: Callable[[str, float], object]) -> None:
+        each = 8 * len(plan.candidates) + len(WAYS) * len(plan.lengths) * self.LENGTH
+        self.done, self.total, self.text, self.show = 0, each * len(plan.settings), "", show
+
+    def begin(self, text: str) -> None:
+        self.text = text
+        self.add(0)
+
+    def add(self, steps: int = 1) -> None:
+        self.done += steps
+        self.show(self.text, min(1.0, self.done / self.total))
+
+
+def run(
+    path: Path,
+    environment: Kept,
+    plan: Plan,
+    device: torch.device,
+    processes: int,
+    show: Callable[[str, float], object] = lambda text, share: None,
+) -> Tuning:
+    """Measure a plan, and add the results to a file; what is interrupted ends with what is done."""
+    is_known = tuned.parsed(path, environment).path is not None
+    kept: Kept = (
+        json.loads(path.read_text()) if is_known else {"environment": environment, "measured": [], "forms": [], "checks": []}
+    )
+    progress, is_complete = Progress(plan, show), True
+    try:
+        for setting in plan.settings:
+            _check(kept, plan, setting, device, processes, progress)
+            constants: tuple[str, ...] = ()
+            for way in WAYS:
+                constants += _time(kept, plan, setting, device, way=way, constants=constants, progress=progress)
+                kept["date"] = datetime.now(timezone.utc).date().isoformat()
+                save(kept, path)
+    except KeyboardInterrupt:
+        is_complete = False
+    if dist.is_available() and dist.is_initialized():  # ranks that have compared what they read must not change it
+        return Tuning(path if "date" in kept else None, kept, is_complete=is_complete)
+    tuned.loaded.cache_clear()
+    launch = sys.modules.get("flexdilated.backends.triton.launch")
+    if launch is not None:
+        launch.PLANS.clear()  # launches planned in forms that this process read before
+    return Tuning(path if "date" in kept else None, kept, is_complete=is_complete)
+
+
+def make(dtype: torch.dtype, name: str, case: Case, device: str) -> Runnable:
+    """A candidate on a case."""
+    candidate = next(c for c in CANDIDATES if c.name == name)
+    options = {**case.options(torch.device(device)), "return_lse": True, "backend": candidate.backend}
+    attend = lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options)  # noqa: E731
+    return Runnable(attend, partial(forced, candidate.backend, *candidate.constants), dtype)
+
+
+def _why_not(candidate: Candidate, hardware: Hardware, dtype: torch.dtype, head_dim: int) -> str | None:
+    request = DispatchKey(hardware, dtype, head_dim, differentiable=True)
+    unasked = triton_backend.why_not_unasked(request) if candidate.backend == "triton" else None
+    return why_not(candidate.backend, request) or unasked
+
+
+def _check(
+    kept: Kept, plan: Plan, setting: tuple[torch.dtype, int], device: torch.device, processes: int, progress: Progress
+) -> None:
+    """Replace the checks of a dtype and head dim.
+
+    Raises:
+        RuntimeError: If no process could run one.
+    """
+    (dtype, head_dim), name = setting, dtype_name(setting[0])
+    progress.begin(f"{name}, head dim {head_dim}: compiling and checking")
+    able = [c.name for c in plan.candidates if _why_not(c, detect(device), *setting) is None]
+    what = (plan.checked, plan.checked_tokens, plan.group, (head_dim,))
+    jobs = [job for c in able for job in definition_jobs(partial(make, dtype), c, *what, half=True)]
+    verdicts = examined(jobs, str(device), processes, progress.add)
+    if jobs and all(text == ENDED for found in verdicts for text in found.values()):
+        raise RuntimeError('no check ran: its processes ended; call tune() under `if __name__ == "__main__":`, or with processes=0')
+    checks = [
+        _entry(setting, job.candidate, job.form(way), job.case.name, text)
+        for job, found in zip(jobs, verdicts)
+        for way, text in found.items()
+    ]
+    kept["checks"] = [c for c in kept["checks"] if (c["dtype"], c["head_dim"]) != (name, head_dim)] + checks
+
+
+def _time(
+    kept: Kept,
+    plan: Plan,
+    setting: tuple[torch.dtype, int],
+    device: torch.device,
+    *,
+    way: str,
+    constants: tuple[str, ...],
+    progress: Progress,
+) -> tuple[str, ...]:
+    """Replace the times of a dtype, head dim and way; the constants of the fastest right form of this way, beside `constants`."""
+    (dtype, head_dim), name, training = setting, dtype_name(setting[0]), way == "backward"
+    about = {"device": kept["environment"]["level"], "dtype": name, "training": training, "head_dim": head_dim}
+    checks = [c for c in kept["checks"] if (c["dtype"], c["head_dim"]) == (name, head_dim)]
+    able = [c for c in plan.candidates if _is_right(c, way, checks)]
+    rows: list[Kept] = []
+    for tokens in plan.lengths:
+        progress.begin(f"{name}, head dim {head_dim}: timing {'training' if training else 'inference'} at {tokens:,} tokens")
+        x = inputs(tokens, head_dim, dtype, device)
+        found: dict[str, str] = {}
+        calls = dict(_calls(able, x, constants, found, training=training))
+        for c in [c for c in able if found.get(c.name, "").startswith(WRONG)]:
+            kept["checks"].append(_entry(setting, c.name, way, f"beside sdpa at {tokens} tokens", found[c.name]))
+            able.remove(c)
+        if "sdpa" in calls:
+            times = in_turns(calls, device, plan.rounds)
+            rows.append({**about, "tokens": tokens, "ms": {c: round(1e3 * s, 4) for c, s in times.items()}})
+        progress.add(Progress.LENGTH)
+    best = _best(able, rows)
+    for row in rows:
+        ms = row["ms"]
+        for c in able:
+            if not c.is_form:
+                own = ms.get(best.name if c.backend == "triton" and best else c.name)
+                row[f"{c.backend}_over_sdpa"] = None if own is None else round(own / ms["sdpa"], 3)
+        row["form"] = best.name if best else None
+        if "dense" in ms:
+            least = min(ms[c] for c in ("sdpa", *(c.name for c in able)) if c in ms)
+            row["of_dense"] = round(_pairs(row["tokens"]) / least * ms["dense"], 3)
+    same = (about["dtype"], about["training"], about["head_dim"])
+    kept["measured"] = [m for m in kept["measured"] if (m["dtype"], m["training"], m["head_dim"]) != same] + rows
+    own_constants = best.constants if best else ()
+    forms = [f for f in kept["forms"] if (f["dtype"], f["head_dim"]) != (name, head_dim)]
+    kept["forms"] = [*forms, {"dtype": name, "head_dim": head_dim, "constants": [*constants, *own_constants]}]
+    return own_constants
+
+
+def _entry(setting: tuple[torch.dtype, int], candidate: str, form: str, case: str, found: str) -> Kept:
+    dtype, head_dim = setting
+    return {"candidate": candidate, "form": form, "case": case, "dtype": dtype_name(dtype), "head_dim": head_dim, "found": found}
+
+
+def _is_right(candidate: Candidate, way: str, checks: Sequence[Kept]) -> bool:
+    """Whether a candidate is worth timing: a form only in its own direction, and where all heads are right in it."""
+    if candidate.direction not in (None, way):
+        return False
+    forms = [f"{each}{heads}" for each in WAYS[: WAYS.index(way) + 1] for heads in ("", ", grouped heads")[: 1 + candidate.is_form]]
+    own = [c["found"] for c in checks if c["candidate"] == candidate.name and c["form"] in forms]
+    return "right" in own and not any(text.startswith(WRONG) for text in own)
+
+
+def _calls(
+    able: Sequence[Candidate], x: tuple[Any, ...], constants: tuple[str, ...], found: dict[str, str], *, training: bool
+) -> Iterator[tuple[str, Call]]:
+    """The calls that run and agree with sdpa, after one call of each; `found`: verdicts of the others, if it is not memory."""
+    expected: tuple[torch.Tensor, ...] = ()
+    for candidate in (Candidate("sdpa", "sdpa"), *able, Candidate("dense", "dense")):
+        name, plain = candidate.name, dense_call(x, training=training) if candidate.name == "dense" else None
+        call = plain or _within(candidate, attention_call(candidate.backend, x, training=training), constants)
+        try:
+            actual = call()
+        except (torch.OutOfMemoryError, NotImplementedError):
+            if name == "sdpa":
+                return
+            continue
+        except Exception as error:  # whatever compilers and drivers raise: this candidate is left out
+            found[name] = f"failed: {type(error).__name__}: {error}"[:400]
+            if name == "sdpa":
+                raise
+            continue
+        expected = expected or actual
+        if name != "dense" and (text := verdict(partial(_assert_near, actual, expected))) != "right":
+            found[name] = text
+            continue
+        yield name, call
+
+
+def _within(candidate: Candidate, call: Call, constants: tuple[str, ...]) -> Call:
+    """A call in the form of a candidate and in others that are chosen; launches are planned once."""
+    plans: dict[Any, Any] = {}
+
+    def formed() -> tuple[torch.Tensor, ...]:
+        with forced(candidate.backend, *constants, *candidate.constants, plans=plans):
+            return call()
+
+    return formed
+
+
+def _assert_near(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected):
+        error, largest = (a.float() - e.float()).abs().max().item(), e.float().abs().max().item()
+        assert error <= NEAR * largest, f"{name} differs from that of sdpa by {error:.1e}, of elements up to {largest:.1e}"
+
+
+def _best(able: Sequence[Candidate], rows: Sequence[Kept]) -> Candidate | None:
+    """The fastest form of the Triton kernels over all lengths; another one than the usual form only where it gains enough."""
+    usual = next((c for c in able if c.backend == "triton" and not c.is_form), None)
+    best, least = usual, ENOUGH
+    for form in [c for c in able if c.is_form] if usual else []:
+        ratios = [row["ms"][form.name] / row["ms"]["triton"] for row in rows if {form.name, "triton"} <= row["ms"].keys()]
+        if ratios and statistics.geometric_mean(ratios) < least:
+            best, least = form, statistics.geometric_mean(ratios)
+    return best
+
+
+def _pairs(tokens: int) -> float:
+    """The scored pairs of the pattern over those of the dense call."""
+    rows = min(DENSE_ROWS, tokens)
+    return PATTERN.count_pairs(tokens, NUM_HEADS, is_causal=True) / (NUM_HEADS * (tokens // rows) * rows * (rows + 1) / 2)
+
+
+def chosen(entry: Kept) -> str:
+    """The backend that a measured entry speaks for, with the form of the Triton kernels."""
+    backend = faster(entry)
+    return str(entry["form"]) if backend == "triton" else backend
+
+
+def save(report: dict[str, Any], path: Path) -> None:
+    """Write a report whole or not at all, in a folder made if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as file:
+        file.write((json.dumps(report, indent=1) + "\n").encode())

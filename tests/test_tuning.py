@@ -1,0 +1,396 @@
+"""`flexdilated tune` on a pretended GPU: what it keeps, what reads it, and what is never read or kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexdilated
+from flexdilated import DilatedPattern, backends, tuning
+from flexdilated.backends import Request, crossovers, tuned
+from flexdilated.backends.triton import backend as triton_backend
+from flexdilated.cli import doctor
+from flexdilated.core.hardware import Hardware
+from flexdilated.core.tracing import is_symbolic
+from flexdilated.tuning import run as tuning_run
+from flexdilated.tuning.candidates import CANDIDATES
+from flexdilated.tuning.checks import ENDED
+from flexdilated.tuning.run import Plan
+from tests.backends.interpreter import mend
+from tests.cases import Case, run_backend, run_reference
+from tests.commands import invoke
+from tests.hardware import simulate
+from tests.tolerances import SINGLE
+
+NAME, LEVEL, HOPPER = "NVIDIA H100 80GB HBM3", (9, 0), simulate("sm_90")
+FORMS = tuple(f"{way}{heads}" for heads in ("", ", grouped heads") for way in ("forward", "backward"))
+RIGHT = {"forward": "right", "backward": "right"}
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def forget() -> None:
+    """As a process that has read nothing."""
+    tuned.loaded.cache_clear()
+    tuned._advise.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """One H100 that is not there, and the folder of its measurements."""
+    monkeypatch.setenv("FLEXDILATED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuned, "device_name", lambda capability: NAME if capability == LEVEL else None)
+    monkeypatch.setattr(tuned, "driver", lambda: "580.95")
+    monkeypatch.setattr(triton_backend, "UNBUILT", None)
+    forget()
+    yield tmp_path / "cache"
+    forget()
+
+
+def check(
+    form: str, found: str = "right", candidate: str = "triton", dtype: str = "bfloat16", head_dim: int = 64
+) -> dict[str, Any]:
+    return {"candidate": candidate, "form": form, "case": "", "dtype": dtype, "head_dim": head_dim, "found": found}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """Keep measurements of bfloat16 at head dim 64, in which triton takes half of the time of sdpa."""
+    found = tuned.environment(NAME, LEVEL) | changes.pop("environment", {})
+    about = {"device": "sm_90", "dtype": "bfloat16", "head_dim": 64, "tokens": 1024, "triton_over_sdpa": 0.5}
+    measured = [{**about, "training": training} for training in (False, True)]
+    kept = {"environment": found, "date": "2026-11-28", "measured": measured, "forms": [], "checks": list(map(check, FORMS))}
+    path = tuned.path_of(folder, found)
+    tuning_run.save(kept | changes, path)
+    return path
+
+
+def auto(**changes: Any) -> str:
+    return backends.choose("auto", Request(**{"hardware": HOPPER, "dtype": torch.bfloat16, "head_dim": 64, **changes}))
+
+
+# -- reading --------------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_what_was_measured_here_and_reads_it_once(cache: Path) -> None:
+    path = write(cache)
+    assert auto() == auto(differentiable=True, group=3) == auto(head_dim=40) == auto(dynamic=True) == "triton"
+    path.unlink()
+    assert auto() == "triton"
+    assert {auto(dtype=torch.float16), auto(head_dim=72), auto(dropout=True), auto(hardware=simulate("cpu"))} == {"sdpa"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forget()
+        assert auto(hardware=simulate("sm_80")) == "sdpa"  # no such GPU is here: nothing to advise
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_auto_takes_no_form_that_was_wrong_once(form: str, cache: Path) -> None:
+    write(cache, checks=[*map(check, FORMS), check(form, "wrong: dq", head_dim=128)])
+    calls = {name: {"differentiable": "backward" in name, "group": 1 + ("," in name)} for name in FORMS}
+    taken = {name for name, changes in calls.items() if auto(**changes) == "triton"}
+    assert taken == {name for name in FORMS if name not in (form, form.replace("forward", "backward"))}
+
+
+def test_measurements_come_before_those_of_the_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossovers, "RAN", tuple(("triton", form, "sm_90") for form in FORMS))
+    assert auto() == "triton"
+    forget()
+    entry = {"device": "sm_90", "dtype": "bfloat16", "head_dim": 64, "tokens": 1024, "training": False, "triton_over_sdpa": 2.0}
+    write(cache, measured=[entry])
+    assert (auto(), auto(differentiable=True), auto(head_dim=128)) == ("sdpa", "triton", "triton")
+
+
+FILES = {
+    "cut off": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "a list": lambda text: "[]",
+    "no checks": lambda text: text.replace('"checks"', '"other"'),
+    "a ratio in words": lambda text: text.replace("0.5", '"half"'),
+    "another machine": lambda text: text.replace("580.95", "575.1"),
+    "deep": lambda text: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_or_foreign_file_is_ignored_with_one_warning(name: str, cache: Path) -> None:
+    path = write(cache)
+    path.write_text(FILES[name](path.read_text()))
+    with pytest.warns(UserWarning, match="run `flexdilated tune` again$") as caught:
+        assert {auto(), auto(differentiable=True)} == {"sdpa"}
+    (warning,) = caught
+    assert str(warning.message).startswith(f"{path} is ignored (")
+    assert ("with another driver)" in str(warning.message)) == (name == "another machine")
+
+
+@pytest.mark.parametrize("name", ["torch", "triton", "flash-attn-4", "driver", "kernels", "device"])
+def test_measurements_with_another_version_are_not_read(name: str, cache: Path) -> None:
+    path = write(cache, environment={name: "another"})
+    with pytest.warns(
+        UserWarning, match="backend='auto' takes 'sdpa' on NVIDIA H100 80GB HBM3: .*Run `flexdilated tune`"
+    ) as caught:
+        assert {auto(), auto(differentiable=True)} == {"sdpa"}
+    assert len(caught) == 1
+    assert (f"with other versions are not used: {path}" in doctor._preference(HOPPER)) == (name != "device")
+
+
+def test_a_cache_that_is_off_is_neither_read_nor_advised_nor_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(cache)
+    monkeypatch.setenv("FLEXDILATED_CACHE", "off")
+    assert auto() == "sdpa"
+    assert doctor._preference(HOPPER).endswith("FLEXDILATED_CACHE=off: measurements of flexdilated tune are not read")
+    monkeypatch.setattr(tuning_run, "detect", lambda device: HOPPER)
+    with pytest.raises(ValueError, match="FLEXDILATED_CACHE must be a folder, or not set, for results to be kept, got 'off'"):
+        flexdilated.tune("cpu")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"FLEXDILATED_CACHE": "/a/b", "XDG_CACHE_HOME": "/x"}, "/a/b"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/flexdilated"),
+        ({"XDG_CACHE_HOME": "relative"}, "/home/u/.cache/flexdilated"),
+        ({"FLEXDILATED_CACHE": ""}, "/home/u/.cache/flexdilated"),
+        ({"FLEXDILATED_CACHE": "~/c"}, "/home/u/c"),
+    ],
+)
+def test_the_folder_is_named_or_that_of_caches(variables: dict[str, str], expected: str) -> None:
+    with mock.patch.dict(os.environ, {**variables, "HOME": "/home/u"}):
+        for name in {"FLEXDILATED_CACHE", "XDG_CACHE_HOME"} - variables.keys():
+            os.environ.pop(name, None)
+        assert str(tuned.folder()) == expected
+
+
+def test_advice_is_given_once_and_only_where_triton_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for changes in ({"dtype": torch.float64}, {"modified": True}, {"dropout": True}, {"hardware": simulate("cpu")}):
+            auto(**changes)
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_backend, "UNBUILT", "triton needs a C compiler")
+            auto()
+    with pytest.warns(UserWarning, match="an estimated 2 to 4 minutes") as caught:
+        assert auto() == auto(differentiable=True) == "sdpa"
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_compiled_code_reads_what_is_kept_while_it_is_traced(is_kept: bool, dynamic: bool | None, cache: Path) -> None:
+    """Sizes are symbols in the second graph, or in the first."""
+    if is_kept:
+        write(cache)
+
+    def add(x: Tensor) -> Tensor:
+        is_dynamic = torch.compiler.is_compiling() and is_symbolic(x.shape[0])
+        sizes = {"num_tokens": x.shape[0], "head_dim": x.shape[2], "group": x.shape[1] // 2, "dynamic": is_dynamic}
+        return x + (1 if auto(differentiable=True, **sizes) == "triton" else 2)
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(add, fullgraph=True, backend="eager", dynamic=dynamic)
+        found = [compiled(torch.zeros(*size))[0, 0, 0].item() for size in ((3, 2, 64), (5, 2, 64), (7, 4, 64), (7, 4, 65))]
+    assert found == ([1, 1, 1, 2] if is_kept else [2] * 4)
+
+
+def test_kept_forms_of_triton_run_for_their_dtype_and_head_dim_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("flexdilated.backends.triton.launch")
+    mend(monkeypatch)
+    write(cache, forms=[{"dtype": "float32", "head_dim": 16, "constants": ["HOSTS", "SUMS"]}])
+    monkeypatch.setattr(tuned, "detect", lambda device: HOPPER)
+    launched: list[tuple[str, bool]] = []
+    plain = launch._launch
+
+    def watch(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
+        launched.append((kernel.__name__, bool(constants.get("HOST"))))
+        plain(kernel, programs, arguments, constants, *more)
+
+    monkeypatch.setattr(launch, "_launch", watch)
+    monkeypatch.setattr(launch, "PLANS", {})
+    for head_dim in (16, 20):
+        launched.clear()
+        case = Case(DilatedPattern((11,), (1,)), num_tokens=11, kv_heads=1, head_dim=head_dim)
+        torch.testing.assert_close(
+            [x.double() for x in run_backend(case, "triton", torch.float32)], run_reference(case, torch.float32), **SINGLE
+        )
+        assert (("attend", True) in launched) == ("differentiate_queries" not in dict(launched)) == (head_dim == 16)
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device on which checks and times are what a test says: verdicts by candidate and form, milliseconds by candidate."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: NAME)
+    monkeypatch.setattr(tuning_run, "detect", lambda device: HOPPER)
+
+    def to(verdicts: dict[tuple[str, str], str], times: dict[str, float], interrupt: int | None = None) -> None:
+        timed: list[str] = []
+
+        def examined(jobs: Any, *more: Any) -> list[dict[str, str]]:
+            return [{way: verdicts.get((job.candidate, job.form(way)), "right") for way in RIGHT} for job in jobs]
+
+        def in_turns(calls: dict[str, Any], device: Any, rounds: int) -> dict[str, float]:
+            timed.append("")
+            if len(timed) == interrupt:
+                raise KeyboardInterrupt
+            return {name: times.get(name, 1.0) for name in calls}
+
+        def calls(able: Any, *more: Any, **options: Any) -> Any:
+            return dict.fromkeys(("sdpa", *(c.name for c in able), "dense")).items()
+
+        monkeypatch.setattr(tuning_run, "examined", examined)
+        monkeypatch.setattr(tuning_run, "in_turns", in_turns)
+        monkeypatch.setattr(tuning_run, "_calls", calls)
+        monkeypatch.setattr(tuning_run, "inputs", lambda *sizes: None)
+
+    return to
+
+
+LONG, HOSTS, SUMS = (c.name for c in CANDIDATES if c.is_form)
+FAST = {"triton": 0.8, LONG: 0.1, HOSTS: 0.5, SUMS: 0.6}
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "constants", "taken"),
+    [
+        ({}, {"LONG", "SUMS"}, "triton"),
+        ({(LONG, "forward"): "wrong: out"}, {"HOSTS", "SUMS"}, "triton"),
+        ({(LONG, "forward, grouped heads"): "failed: OutOfResources"}, {"HOSTS", "SUMS"}, "triton"),
+        ({(LONG, "forward"): "wrong: out", (HOSTS, "forward"): "wrong: lse", (SUMS, "backward"): "wrong: dq"}, set(), "triton"),
+        ({("triton", "forward"): "wrong: out"}, set(), "sdpa"),
+        ({("triton", "backward"): "wrong: dk"}, {"LONG"}, "triton"),
+    ],
+)
+def test_the_fastest_right_form_is_kept(
+    verdicts: dict[tuple[str, str], str], constants: set[str], taken: str, pretend: Any, cache: Path
+) -> None:
+    pretend(verdicts, FAST)
+    found = flexdilated.tune("cpu", head_dims=[64], processes=0)
+    assert [path.parent for path in cache.iterdir()] == [cache] == [found.path.parent]
+    loaded = tuned.loaded(LEVEL)
+    assert loaded.constants == {("bfloat16", 64): constants}
+    assert (auto(), auto(dtype=torch.float16)) == (taken, "sdpa")
+
+
+def test_forms_must_gain_and_backends_must_too(pretend: Any) -> None:
+    pretend({}, {"triton": 0.97, LONG: 0.96, HOSTS: 0.97, SUMS: 0.97})
+    flexdilated.tune("cpu", head_dims=[64], processes=0)
+    assert (auto(), tuned.loaded(LEVEL).constants) == ("sdpa", {("bfloat16", 64): frozenset()})
+
+
+def test_an_interrupt_keeps_what_is_done_and_later_runs_add_to_it(pretend: Any, cache: Path) -> None:
+    lengths = len(tuning_run.LENGTHS)
+    pretend({}, FAST, interrupt=2 * lengths + 2)  # the first head dim is done
+    code, text, _ = invoke("tune", "--json")
+    report = json.loads(text)
+    assert (code, report["is_complete"]) == (130, False)
+    kinds = lambda: [(m["dtype"], m["head_dim"], m["training"]) for m in json.loads(Path(report["path"]).read_text())["measured"]]  # noqa: E731
+    first = [("bfloat16", 64, training) for training in (False, True) for _ in range(lengths)]
+    assert kinds() == first
+    pretend({}, FAST)
+    code, text, _ = invoke("tune", "--dtype", "float16", "--head-dim", "128")
+    assert (code, "kept in " in text, "triton, longer tiles" in text) == (0, True, True)
+    assert kinds() == first + [("float16", 128, training) for training in (False, True) for _ in range(lengths)]
+    pretend({}, FAST, interrupt=1)
+    forget()
+    assert not flexdilated.tune("cpu", head_dims=[256], processes=0).is_complete
+    assert (auto(), auto(dtype=torch.float16, head_dim=128), len(list(cache.iterdir()))) == ("triton", "triton", 1)
+
+
+def test_doctor_says_where_auto_was_measured(pretend: Any) -> None:
+    pretend({}, FAST)
+    path = flexdilated.tune("cpu", head_dims=[64], processes=0).path
+    text = doctor._preferences(HOPPER)["cuda sm_90"]
+    date = json.loads(path.read_text())["date"]
+    measured = "cuda sm_90: auto takes sdpa in float32, float16, float64; triton in bfloat16, by flexdilated tune on "
+    assert text == f"{measured}{date} ({path}); {LONG} in bfloat16, head dim 64; {SUMS} in bfloat16, head dim 64"
+    forget()
+    path.unlink()
+    with pytest.warns(UserWarning, match="Run `flexdilated tune`"):
+        text = doctor._preference(HOPPER)
+    assert "by measurements shipped with flexdilated (NVIDIA H200" in text
+    assert text.endswith("run flexdilated tune (an estimated 2 to 4 minutes)")
+
+
+def test_processes_that_end_are_an_error(pretend: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend({}, FAST)
+    monkeypatch.setattr(tuning_run, "examined", lambda jobs, *more: [dict.fromkeys(RIGHT, ENDED)] * len(jobs))
+    with pytest.raises(RuntimeError, match="no check ran: its processes ended; call tune"):
+        flexdilated.tune("cpu")
+    assert not cache.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in triton's interpreter")
+def test_a_planted_wrong_form_that_is_faster_is_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real checks and calls of the Triton kernels; the times alone are pretended."""
+    launch = pytest.importorskip("flexdilated.backends.triton.launch")
+    mend(monkeypatch)
+    forward, backward = launch.forward, launch.backward
+
+    def off(out: Tensor, *arguments: Any, **options: Any) -> None:
+        forward(out, *arguments, **options)
+        out[0, 7] *= 1.05 if launch.LONG else 1.0
+
+    def off_backward(grads: Any, *arguments: Any, **options: Any) -> None:
+        backward(grads, *arguments, **options)
+        grads[1][0, 7] *= 1.05 if launch.SUMS else 1.0
+
+    monkeypatch.setattr(launch, "forward", off)
+    monkeypatch.setattr(launch, "backward", off_backward)
+    monkeypatch.setattr(tuning_run, "in_turns", lambda calls, *more: {name: FAST.get(name, 1.0) for name in calls})
+    jobs_of = tuning_run.definition_jobs
+    monkeypatch.setattr("flexdilated.tuning.timing.NUM_HEADS", 1)
+    monkeypatch.setattr("flexdilated.tuning.timing.PATTERN", DilatedPattern((16,), (1,)))
+    monkeypatch.setattr(tuning_run, "definition_jobs", lambda *some, **options: jobs_of(*some, **options)[:6:5])  # of 8
+    plan = Plan(CANDIDATES[:4], ((torch.float32, 16),), (16,), DilatedPattern((8, 12), (1, 2)), 13, 2, 1)
+    environment = tuned.environment(NAME, LEVEL)
+    found = tuning_run.run(tuned.path_of(cache, environment), environment, plan, torch.device("cpu"), 0)
+    wrong = {(c["candidate"], c["form"].partition(",")[0]) for c in found.kept["checks"] if c["found"] != "right"}
+    assert wrong == {(LONG, "forward"), (LONG, "backward"), (SUMS, "backward")}  # gradients follow from out
+    assert tuned.loaded(LEVEL).constants == {("float32", 16): {"HOSTS"}}
+    assert auto(dtype=torch.float32, head_dim=16, differentiable=True) == "triton"
+    assert not any(name in entry["ms"] for entry in found.kept["measured"] for name in (LONG, SUMS))
+
+
+def test_timed_calls_must_agree_with_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tuning_run.inputs(16, 8, torch.float32, torch.device("cpu"))
+    found: dict[str, str] = {}
+    able = [tuning.candidates.Candidate(name, name) for name in ("reference", "flash")]
+    plain = tuning_run.attention_call
+    names = lambda: [name for name, _ in tuning_run._calls(able, x, (), found, training=True)]  # noqa: E731
+    assert names() == ["sdpa", "reference", "dense"]
+    assert found == {}  # "flash" cannot run here: it is left out
+
+    def off(backend: str, *arguments: Any, **options: Any) -> Any:
+        call, last = plain(backend, *arguments, **options), 1.1 if backend == "reference" else 1.0
+        return lambda: (*(results := call())[:-1], results[-1] * last)
+
+    monkeypatch.setattr(tuning_run, "attention_call", off)
+    assert names() == ["sdpa", "dense"]
+    assert found["reference"].startswith("wrong: dv differs from that of sdpa by ")
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "meta"])
+def test_without_a_gpu_there_is_nothing_to_tune(device: str) -> None:
+    found = flexdilated.tune(device)
+    assert (found.reason, found.path) == (f"nothing to tune on {device}: backend='auto' takes 'sdpa' there", None)
+
+
+def test_the_command_says_in_one_sentence_that_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("tune", "--device", "cpu") == (0, "nothing to tune on cpu: backend='auto' takes 'sdpa' there\n", "")
+    assert json.loads(invoke("tune", "--device", "cpu", "--json")[1])["reason"].startswith("nothing to tune on cpu")
+    monkeypatch.setattr(tuning_run, "detect", lambda device: Hardware("cuda", (7, 5)))
+    code, text, _ = invoke("tune", "--device", "cpu")
+    assert (code, text.count("\n")) == (0, 1)
+    assert "on cuda sm_75: backend='auto' takes 'sdpa' there (triton: the Triton kernels need sm_80 or newer" in text
