@@ -16,7 +16,7 @@ from torch import Tensor
 
 import flexdilated
 from flexdilated import DilatedPattern, backends, tuning
-from flexdilated.backends import Request, crossovers, tuned
+from flexdilated.backends import DispatchKey, crossovers, tuned
 from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.cli import doctor
 from flexdilated.core.hardware import Hardware
@@ -73,7 +73,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 def auto(**changes: Any) -> str:
-    return backends.choose("auto", Request(**{"hardware": HOPPER, "dtype": torch.bfloat16, "head_dim": 64, **changes}))
+    return backends.choose("auto", DispatchKey(**{"hardware": HOPPER, "dtype": torch.bfloat16, "head_dim": 64, **changes}))
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------------

@@ -245,6 +245,9 @@ class DilatedPattern:
     def split(self, consumer: str) -> tuple[tuple[Segments, ...], Window | None]:
         """The segments and the window, for code that knows both. Branch number `len(segments)` is the window.
 
+        >>> DilatedPattern((8,), (2,), window=4).split("an example")
+        ((Segments(segment_length=8, dilation_rate=2),), Window(size=4))
+
         Raises:
             NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
         """
