@@ -104,7 +104,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         raise TypeError(f"sinks must be a floating-point tensor, got {getattr(sinks, 'dtype', sinks)}")
     if q.dim() == 4 and sinks.shape != (q.shape[2],):
-        raise ValueError(f"sinks must have shape (H,)=({q.shape[2]},), the query heads, got {tuple(sinks.shape)}")
+        raise ValueError(f"sinks must have shape (H,)=({q.shape[2]},), got {tuple(sinks.shape)}")
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q={q.device}, got {sinks.device}")
 

@@ -58,7 +58,7 @@ def segments_of(plan: ContextPlan, branch: int) -> Iterator[Segment]:
         for start, num_tokens in plan.documents:
             if not num_tokens:
                 continue
-            source, size = _rows(pattern, branch, num_tokens)
+            source, size = _rows(pattern, pattern.segments("tests")[branch], num_tokens)
             for first in range(0, len(source), size):
                 rows = range(first, min(first + size, len(source)))
                 kept = [p for p in rows if (p % size) % rate == offset]
