@@ -11,7 +11,7 @@ from flexdilated.core.pattern import HEADS, OFFSETS, DilatedPattern
 def encode(pattern: DilatedPattern) -> list[int]:
     """A pattern as integers, for the schema of an operator, which knows no patterns; `decode` is the inverse.
 
-    The flags and the places of `heads` and `offsets`, then two integers for each branch of segments, then the window if there is one.
+    Flags and the places of `heads` and `offsets`, two integers for each branch of segments, then the window if there is one.
 
     Raises:
         NotImplementedError: If a branch is of another kind than segments and windows.
