@@ -159,7 +159,8 @@ def warn_of_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_
     """`check_losses` without a check of the number of heads."""
     if pattern.zero_padding or pattern == DilatedPattern.longnet():
         return
-    name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}"
+    window = "" if pattern.window is None else f" and a window of {pattern.window}"
+    name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}{window}"
     if (token := pattern.first_token_without_head(num_tokens, num_heads)) is not None:
         cure = f", or a rate that divides the {num_heads} key/value heads" if pattern.heads == "all" else ""
         _warn(
