@@ -211,7 +211,7 @@ class Kernel:
 
     def _turns(self, q: Tensor, k: Tensor, options: Options) -> bool:
         """Whether a band is computed as a causal mask, from the last row to the first: a kernel without bands knows no other."""
-        return options.band is not None and self.windows == "none" and is_mirrored(options.band, q.shape[2], k.shape[2])
+        return options.band is not None and self.windows != "bounds" and is_mirrored(options.band, q.shape[2], k.shape[2])
 
     def _can_write(self, head_dim: int, *into: Tensor) -> bool:
         """Whether the kernel can write its results into these tensors of any strides."""
