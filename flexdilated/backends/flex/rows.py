@@ -26,6 +26,7 @@ class Lanes(NamedTuple):
     stride: int  # tokens from one row to the next
     first_query: int  # row of query 0
     first_key: int  # row of key 0
+    window: int | None = None  # size of the window that rows, which are then tokens, are near in; None: they are of one segment
 
     def part(self, span: slice) -> Lanes:
         """The positions of a range of lanes."""
@@ -56,6 +57,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, lanes: Lane
     device, shift = q.device, lanes.first_query - lanes.first_key
     is_causal, user_score, user_mask = call.is_causal, call.score_mod, call.mask_mod
     batch_of, head_of, token_of = lanes.batch, lanes.heads, lanes.tokens
+    has_window = lanes.window is not None
+    size = torch.full((), lanes.window or 0, dtype=torch.int32, device=device)
     # Tensors instead of numbers: one compiled kernel serves every segment.
     stride, first_query, first_key, shift_tensor = (
         torch.full((), n, dtype=torch.int32, device=device) for n in (lanes.stride, lanes.first_query, lanes.first_key, shift)
@@ -63,6 +66,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, lanes: Lane
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = kv_idx <= q_idx + shift_tensor if is_causal else kv_idx >= 0
+        if has_window:
+            visible = visible & ((q_idx + shift_tensor - kv_idx).abs() < size)
         if ignored is not None:
             visible = visible & ~ignored[b, kv_idx]
         if user_mask is not None:
@@ -79,10 +84,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, lanes: Lane
     def key_token(lane: Tensor, row: Tensor) -> Tensor:
         return token_of[lane] + (first_key + row) * stride
 
-    narrows = ignored is not None or user_mask is not None
+    narrows = ignored is not None or user_mask is not None or has_window
     kv, queries = _lists(q.shape[2], k.shape[2], shift if is_causal else None, not narrows, device)
     block_mask = assemble(kv, queries, (q.shape[2], k.shape[2]), (BLOCK, BLOCK), mask_mod)
-    out, lse = run_kernel(q, k, v, call, score_mod=None if user_score is None else score_mod, block_mask=block_mask, like="rows")
+    out, lse = run_kernel(
+        q, k, v, call, score_mod=None if user_score is None else score_mod, block_mask=block_mask, like=("rows", has_window)
+    )
     assert lse is not None
     return out, lse
 

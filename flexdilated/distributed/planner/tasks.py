@@ -34,6 +34,10 @@ class Task(NamedTuple):
     tokens: Integers = NOBODY  # (lanes,) token of row 0
 
     @property
+    def is_window(self) -> bool:
+        return self.band[0] != -UNBOUNDED
+
+    @property
     def shape(self) -> tuple[Any, ...]:
         """All fields but those of single lanes, as a hashable key."""
         return self[:-2]
