@@ -62,14 +62,17 @@ def test_windows_over_any_number_of_ranks_give_what_one_gives(num_ranks: int, ex
         test_parallel.check(drawn(1000 * num_ranks + seed, num_ranks), exchange)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
 @pytest.mark.parametrize("exchange", test_functions.EXCHANGES)
-def test_functions_see_positions_of_windows_over_ranks(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_see_positions_of_windows_over_ranks(exchange: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "flex":
+        test_functions.emulated.__wrapped__(monkeypatch)
     monkeypatch.setattr("flexdilated.distributed.runtime.score_mod.MOST_CHUNK", 3)  # queries of a task: several chunks
     for seed in range(10):
         case = drawn(seed, 2 + seed % 3)
         alone = DilatedPattern(window=4, detach_weights=True)
         case = replace(case, pattern=replace(case.pattern, zero_padding=False) if seed else alone)
-        test_functions.check(case, Mods(("table", "alibi", None)[seed % 3], ("thirds", None)[seed % 2], seed), exchange)
+        test_functions.check(case, Mods(("table", "alibi", None)[seed % 3], ("thirds", None)[seed % 2], seed), exchange, backend)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
