@@ -53,7 +53,7 @@ def set_pattern(config: PreTrainedConfig, pattern: DilatedPattern) -> PreTrained
     record_implementation(config)
     if (heads := count_kv_heads(config)) is not None:
         is_causal = any("CausalLM" in name for name in getattr(config, "architectures", None) or ())
-        check_losses(pattern, max(pattern.segment_lengths), heads, is_causal)
+        check_losses(pattern, max(pattern.segment_lengths, default=2), heads, is_causal)
     return config
 
 
