@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated.core.dispatch_key import DispatchKey
-from flexdilated.core.pieces import UNBOUNDED, Piece
+from flexdilated.core.pieces import Piece
 from flexdilated.core.tracing import answers_while_traced
 
 # Kernels hold the scale in float32: what is smaller may be 0 to them. Those for GPUs do so in base 2, where what is larger may be
@@ -47,7 +47,7 @@ class Options(NamedTuple):
 
     def within(self, piece: Piece) -> Options:
         """With the pairs that a piece joins."""
-        if piece.low == -UNBOUNDED and piece.high in (0, UNBOUNDED):
+        if not piece.is_banded:
             return self._replace(is_causal=piece.high == 0)
         return self._replace(is_causal=False, band=(piece.low, piece.high))
 

@@ -81,8 +81,6 @@ class PieceLoop:
         self._request = DispatchKey.of(q, k, key_padding_mask, cu_seqlens, op_options.dropout_p, **wanted)
         self.kernel = choose_kernel(op_options.engine, self._request)
         if pattern.window is not None and self.kernel.windows != "bounds":
-            if self.kernel.in_place is not None:
-                raise NotImplementedError(f"{self.kernel.name} has no windows; use backend='sdpa'")
             pieces = dense_pieces(pieces, self.kernel.windows == "mask", pattern.windows_alone)
         self.pieces = pieces
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
