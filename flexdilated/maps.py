@@ -133,8 +133,18 @@ def _weights(
     zero_keys = torch.zeros(kv_heads, len(positions), dtype=dtype, device="cpu")
     # Autocast would compute the scores in half precision.
     with without_autocast(q.device):
-        branches = pattern.segments("attention_map")
-        query_rows = _rows(q, [_source(pattern, branch, p, num_tokens) for branch in branches for p in positions], start, sums)
+        branches, window = pattern.split("attention_map")
+        sources = [_source(pattern, branch, p, num_tokens) for branch in branches for p in positions]
+        query_rows = _rows(q, [*sources, *(() if window is None else positions)], start, sums)
+
+        def add(branch: int, i: int, heads: slice, keys: slice) -> None:
+            query = query_rows[branch * len(positions) + i].unflatten(1, (kv_heads, -1))[:, heads].to(dtype) * scale
+            scores = torch.einsum("bhgd,bnhd->bhgn", query, k[:, keys, heads].to(dtype))
+            if call.key_padding_mask is not None:
+                scores = scores.masked_fill(call.key_padding_mask[:, None, None, keys], -math.inf)
+            pairs = mixed[:, heads, :, i, keys]
+            pairs.copy_(torch.logaddexp(pairs, scores))
+
         for branch, (length, rate) in enumerate(branches):
             length = min(length, num_tokens)
             padded = _padded(pattern, length, rate)
@@ -152,13 +162,13 @@ def _weights(
                         zero_keys[heads, i] += num_kept(reach, rate, offset) - num_kept(num_seen, rate, offset)
                     low = first + offset
                     low += max(0, -((low - start) // rate)) * rate
-                    keys = slice(low - start, max(low, min(first + num_seen, start + num_local)) - start, rate)
-                    query = query_rows[branch * len(positions) + i].unflatten(1, (kv_heads, -1))[:, heads].to(dtype) * scale
-                    scores = torch.einsum("bhgd,bnhd->bhgn", query, k[:, keys, heads].to(dtype))
-                    if call.key_padding_mask is not None:
-                        scores = scores.masked_fill(call.key_padding_mask[:, None, None, keys], -math.inf)
-                    pairs = mixed[:, heads, :, i, keys]
-                    pairs.copy_(torch.logaddexp(pairs, scores))
+                    end = max(low, min(first + num_seen, start + num_local))
+                    add(branch, i, heads, slice(low - start, end - start, rate))
+        if window is not None:
+            lowest, highest = window.band(is_causal=call.is_causal)
+            for i, position in enumerate(positions):
+                low, end = (min(max(position + bound - start, 0), num_local) for bound in (lowest, highest + 1))
+                add(len(branches), i, slice(None), slice(low, end))
     lse = torch.logsumexp(mixed, dim=-1)
     if sums is not None:
         lse = sums.logsumexp(lse)

@@ -58,7 +58,7 @@ def test_outputs_lse_and_gradients(name: str, way: str) -> None:
 @pytest.mark.parametrize(
     ("sinks", "error", "message"),
     [
-        (torch.zeros(3), ValueError, r"sinks must have shape \(H,\)=\(4,\), the query heads, got \(3,\)"),
+        (torch.zeros(3), ValueError, r"sinks must have shape \(H,\)=\(4,\), got \(3,\)"),
         (torch.zeros(4, dtype=torch.int64), TypeError, "sinks must be a floating-point tensor, got torch.int64"),
         (0.0, TypeError, "sinks must be a floating-point tensor, got 0.0"),
         (torch.zeros(4, device="meta"), ValueError, "sinks must be on the device of q=cpu, got meta"),

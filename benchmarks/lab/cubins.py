@@ -32,6 +32,7 @@ from triton.runtime import driver
 from benchmarks.lab import sass
 from flexdilated.backends.triton import backward, forward, merging
 from flexdilated.backends.triton.launch import options_of
+from flexdilated.backends.triton.places import BAND
 from flexdilated.backends.triton.tiles import MOST_SUMMED, TileConfig, padded, tiles_of, unmeasured_tiles
 from tests.backends.absent_gpu import SHARED_MEMORY
 
@@ -69,6 +70,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "mask, group of 4": {"IGNORES": True, "GROUP": 4},
     "rows far apart": {"WIDE": True},
     "many pieces": {"TABLED": True},
+    "window": {"WINDOWED": True},
     "delta alone": {"END": "delta"},
     DESCRIBING: {"DESCRIBED": True},
     SHARING: {"DESCRIBED": True, "GROUP": 4},
@@ -85,6 +87,7 @@ ASKED: dict[str, dict[str, Any]] = {
 ONLY = {"END": "attend", "HOST": "attend", "SUMS": "differentiate_keys"}  # constants of one kernel
 CONSTANTS = {
     "CAUSAL": True,
+    "WINDOWED": False,
     "IGNORES": False,
     "GROUP": 1,
     "END": "merge",
@@ -173,6 +176,8 @@ def compiled(config: Config, tiles: TileConfig) -> Any:
         constants["IGNORED"] = None
     if not constants["TABLED"]:
         constants |= {"TABLE": None, "OWNERS": None}
+    if not constants["WINDOWED"]:
+        constants |= dict.fromkeys(BAND)
     if config.kernel == "attend":
         constants |= {"LSE": None} if constants["END"] == "delta" else {"ROWS": None, "OWN": None}
     signature, fixed = {}, {}

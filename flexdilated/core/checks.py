@@ -104,7 +104,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         raise TypeError(f"sinks must be a floating-point tensor, got {getattr(sinks, 'dtype', sinks)}")
     if q.dim() == 4 and sinks.shape != (q.shape[2],):
-        raise ValueError(f"sinks must have shape (H,)=({q.shape[2]},), the query heads, got {tuple(sinks.shape)}")
+        raise ValueError(f"sinks must have shape (H,)=({q.shape[2]},), got {tuple(sinks.shape)}")
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q={q.device}, got {sinks.device}")
 
@@ -159,7 +159,8 @@ def warn_of_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_
     """`check_losses` without a check of the number of heads."""
     if pattern.zero_padding or pattern == DilatedPattern.longnet():
         return
-    name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}"
+    window = "" if pattern.window is None else f" and a window of {pattern.window}"
+    name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}{window}"
     if (token := pattern.first_token_without_head(num_tokens, num_heads)) is not None:
         cure = f", or a rate that divides the {num_heads} key/value heads" if pattern.heads == "all" else ""
         _warn(

@@ -26,6 +26,7 @@ class DispatchKey:
     dropout: bool = False
     packed: bool = False  # documents, whose lengths change from call to call
     num_tokens: int = 0  # per sequence, or of all packed documents
+    window: bool = False  # the pattern has one
     windows_alone: bool = False  # a window's own lse is needed, under `detach_weights`
     dlse: bool = False  # a backward is asked for, with a gradient of lse
     # What the caller wants.

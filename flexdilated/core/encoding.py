@@ -11,18 +11,20 @@ from flexdilated.core.pattern import HEADS, OFFSETS, DilatedPattern
 def encode(pattern: DilatedPattern) -> list[int]:
     """A pattern as integers, for the schema of an operator, which knows no patterns; `decode` is the inverse.
 
-    The flags and the places of `heads` and `offsets`, the window or 0, then two integers for each branch of segments.
+    Flags and the places of `heads` and `offsets`, two integers for each branch of segments, then the window if there is one.
 
     Raises:
         NotImplementedError: If a branch is of another kind than segments and windows.
     """
     segments, window = pattern.split("the encoding of operators")
     rules = [HEADS.index(pattern.heads), OFFSETS.index(pattern.offsets), int(pattern.zero_padding), int(pattern.detach_weights)]
-    return [*rules, 0 if window is None else window.size, *(number for branch in segments for number in branch)]
+    return [*rules, *(number for branch in segments for number in branch), *(() if window is None else window)]
 
 
 def decode(numbers: Sequence[int]) -> DilatedPattern:
     """The pattern of the integers that `encode` gave. Lengths and rates may be symbols of a compiler."""
     heads, offsets, zeros, detached = (int(number) for number in numbers[:4])
     rules: Any = {"heads": HEADS[heads], "offsets": OFFSETS[offsets], "zero_padding": bool(zeros), "detach_weights": bool(detached)}
-    return DilatedPattern(tuple(numbers[5::2]), tuple(numbers[6::2]), window=numbers[4] or None, **rules)
+    end = len(numbers) - len(numbers) % 2  # an odd number of them ends with a window
+    window = numbers[-1] if len(numbers) % 2 else None
+    return DilatedPattern(tuple(numbers[4:end:2]), tuple(numbers[5:end:2]), window=window, **rules)

@@ -44,6 +44,11 @@ class Piece(NamedTuple):
     branch: int  # index into `pattern.branches`; pieces of one branch of segments have no output row in common
 
     @property
+    def is_banded(self) -> bool:
+        """Whether a band chooses the pairs, which are neither all nor those of a causal mask."""
+        return self.low != -UNBOUNDED or self.high not in (0, UNBOUNDED)
+
+    @property
     def of_keys(self) -> Piece:
         """The box of keys, as if it were that of queries."""
         return self._replace(token=self.key_token, rows=self.keys)

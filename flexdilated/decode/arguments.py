@@ -46,7 +46,7 @@ def check_sizes(pattern: DilatedPattern, cache: Sizes, max_length: int | None, f
 
 def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None:
     """Why a causal pattern cannot be decoded token by token; None if it can."""
-    for w, r in pattern.segments("DilatedKVCache"):
+    for w, r in pattern.split("DilatedKVCache")[0]:
         if pattern.zero_padding and w % r and (max_length is None or max_length > w):
             return (
                 f"pattern must not shift positions in decoding, got zero_padding=True and dilation rate {r} of segment length {w}; "

@@ -35,15 +35,16 @@ if TYPE_CHECKING:
 
 
 class DilatedKVCache:
-    """A bounded key/value cache: for each branch and head, the keys and values of the current segment.
+    """A bounded key/value cache: for each branch and head, the keys and values of the current segment, or of the window.
 
     >>> cache = DilatedKVCache(DilatedPattern((8, 64), (1, 4)), batch_size=1, num_kv_heads=4, head_dim=16)
     >>> cache.rows_per_head, cache.nbytes
     ((24, 24, 24, 24), 12288)
 
     Row `(p % w) // r` of a branch holds the key of position `p` until the next segment overwrites it: `sum_i ceil(w_i / r_i)` rows
-    per head (under `heads="grouped"`, of its own branch), allocated once, for any length of the context. A token attends to the
-    kept rows of its own segments, in one softmax over all branches. A token that no branch of a head keeps gives 0 there.
+    per head (under `heads="grouped"`, of its own branch), allocated once, for any length of the context. A window of w tokens has
+    w rows: row `p % w` holds position `p` until position `p + w` overwrites it. A token attends to the kept rows of its segments
+    and its window, in one softmax over all branches. A token that no branch of a head keeps gives 0 there.
 
     Where a key or value is not finite, the tokens that see it give NaN in that head; no other output changes. Attention runs in
     the dtype of the cache, without autocast and without gradients. Under `torch.compile(fullgraph=True)` a step compiles once.
@@ -56,7 +57,7 @@ class DilatedKVCache:
         batch_size: Sequences, each at its own length.
         num_kv_heads: Key/value heads.
         head_dim: Elements per head.
-        max_length: Largest number of positions; longer segments then take no more rows than that. Default: no limit.
+        max_length: Largest number of positions; longer segments and windows then take no more rows than that. Default: no limit.
         first_head: Index in the model of the first key/value head in this cache.
         total_kv_heads: Key/value heads of the whole model, which determine offsets. Default: `num_kv_heads`.
         dtype: Of keys and values. Default: torch's default dtype.
@@ -88,7 +89,7 @@ class DilatedKVCache:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         total = num_kv_heads if total_kv_heads is None else total_kv_heads
         check_sizes(pattern, Sizes(batch_size, num_kv_heads, head_dim, dtype), max_length, first_head, total)
-        check_losses(pattern, max_length or max(pattern.segment_lengths), total, is_causal=True)
+        check_losses(pattern, max_length or max(pattern.segment_lengths, default=2), total, is_causal=True)
         if (refusal := cache_refusal(pattern, max_length)) is not None:
             raise NotImplementedError(refusal)
         self.pattern, self.max_length, self.first_head, self.total_kv_heads = pattern, max_length, first_head, total
@@ -99,8 +100,9 @@ class DilatedKVCache:
             raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
         self._ranks = None if mesh is None else self._ranks_of(mesh, exchange)
         rank, num_ranks = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
-        branches = tuple(range(len(pattern.branches)))
-        runs = [(i,) for i in branches] if pattern.heads == "grouped" else [branches]
+        branches, segments = range(len(pattern.branches)), len(pattern.segment_lengths)
+        # A window is the last branch, of all heads.
+        runs = [(i, *branches[segments:]) for i in range(segments)] if pattern.heads == "grouped" and segments else [branches]
         with torch.inference_mode(False):  # a tensor allocated in that mode cannot be written to outside of it
             self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
             self._order = torch.zeros_like(self._lengths)  # by which sequences they came to be, as ranks compare it
@@ -390,13 +392,14 @@ class DilatedKVCache:
         [3, 3]
 
         The new end must be in the current segment of each branch, at the start of a segment, or among the tokens since the last
-        `crop` with `records_past` set: other rows are overwritten. Every sequence is cut, or none. Waits for the device.
+        `crop` with `records_past` set: other rows are overwritten. Under a window of w tokens, a sequence of at most w tokens can
+        end anywhere; a longer one can lose its last token, or all. Every sequence is cut, or none. Waits for the device.
 
         Args:
             length: Tokens that stay: one number, or `(B,)` integers.
 
         Raises:
-            ValueError: If a length is below 0, has the wrong shape, or ends in a segment that is no longer stored.
+            ValueError: If a length is below 0, has the wrong shape, or ends in a segment or window that is no longer stored.
             TypeError: If it is no integer.
             NotImplementedError: If the cache holds no values, as on the meta device.
         """

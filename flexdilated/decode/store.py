@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated.backends.dense.sdpa import attend_masked
-from flexdilated.core.branch import Kept, num_kept
+from flexdilated.core.branch import Kept, Segments, num_kept
 from flexdilated.core.call import Call
 from flexdilated.core.lse import sink_scale
 from flexdilated.core.pattern import DilatedPattern
@@ -54,6 +54,10 @@ class Store:
     `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another, finite. `is_marked` `(B, heads, sum of rows, 1)`: which
     were not. `held` `(B, branches)`: the number of the segment that each branch holds, -1 before the first token.
 
+    A window is the last branch. Position p is stored in row `p % size`, as in a segment of rate 1, but a row keeps its token until
+    the token `size` positions later replaces it. `held` is the position of the last token stored, from which those of all rows
+    follow.
+
     Over several ranks, row `j` of a branch is row `j // num_ranks` of rank `j % num_ranks`. So every rank has the same number of
     rows, and a segment fills all ranks evenly. `held` is equal on all ranks.
     """
@@ -79,7 +83,9 @@ class Store:
         model_heads = [head for head in pattern.head_range(branches[0], num_heads) if head in heads]
         first = model_heads[0] - heads.start
         self.num_kv_heads, self.heads = len(heads), range(first, first + len(model_heads))
-        self.branches = [pattern.segments("DilatedKVCache")[i] for i in branches]
+        segments, window = pattern.split("DilatedKVCache")
+        self.window = None if window is None else window.size  # of the last branch
+        self.branches = [segments[i] if i < len(segments) else Segments(pattern.branches[i][0], 1) for i in branches]
         longest = math.inf if max_length is None else max_length
         self.rows = [-(-num_kept(int(min(w, longest)), r, 0) // num_ranks) for w, r in self.branches]
         self.starts = [sum(self.rows[:i]) for i in range(len(self.rows))]
@@ -91,6 +97,9 @@ class Store:
         self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
         columns = (*zip(*self.branches), self.starts, [rows - 1 for rows in self.rows])
         self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (torch.tensor(x, device=device) for x in columns)
+        self.tokens_per_held = self.lengths_of_segments.clone()  # `held` is a position over this
+        if self.window is not None:
+            self.tokens_per_held[-1] = 1
         self.places = self._places(rank)
 
     def _places(self, rank: int) -> list[Tensor]:
@@ -102,6 +111,18 @@ class Store:
             (torch.arange(rows, device=self.offsets.device) * self.num_ranks + rank) * r + self.offsets[:, i, None]
             for i, ((_, r), rows) in enumerate(zip(self.branches, self.rows))
         ]
+
+    def _positions(self, held: Tensor, places: list[Tensor]) -> list[Tensor]:
+        """The position that each row stores, per branch `(B, heads, rows)`: below 0, or past the last token, if it stores none."""
+        positions = [held[:, i, None, None] * w + x for i, ((w, _), x) in enumerate(zip(self.branches, places))]
+        if self.window is not None:
+            last = held[:, -1, None, None]
+            positions[-1] = torch.where(places[-1] < self.window, last - (last - places[-1]) % self.window, -1)
+        return positions
+
+    def _last_held(self, end: Tensor) -> Tensor:
+        """`held` `(B, branches)` after `end` `(B,)` tokens; as it is where there are none."""
+        return torch.where(end[:, None] > 0, (end[:, None] - 1) // self.tokens_per_held, self.held)
 
     @property
     def rows_held(self) -> tuple[Tensor, ...]:
@@ -136,13 +157,21 @@ class Store:
         segments = positions[..., None] // self.lengths_of_segments  # (B, T, branches)
         sees = keeps & (segments == self.held[:, None])[:, None]
         limits = torch.where(sees, ends[:, None, None], 0)  # (B, heads, T, branches)
-        masks = [places[:, None] < limits[..., i, None] for i, places in enumerate(self.places)]  # (B, heads, T, rows)
+        of_segments = self.places if self.window is None else self.places[:-1]
+        masks = [places[:, None] < limits[..., i, None] for i, places in enumerate(of_segments)]  # (B, heads, T, rows)
+        if self.window is not None:
+            stored = self._positions(self.held, self.places)[-1]
+            first = (positions - self.window + 1).clamp(min=0)[:, None, :, None]  # a window's first position, (B, 1, T, 1)
+            masks.append((stored[:, :, None] >= first) & (stored < lengths[:, None, None])[:, :, None])
         k, v, is_marked = self.rows_held
         if new is not None:
             local = slice(self.rank, None, self.num_ranks)
             at_or_before = positions[:, None, local] <= positions[:, :, None]  # (B, T, local)
             for i in range(len(self.branches)):
-                together = at_or_before & (segments[:, None, local, i] == segments[:, :, None, i])
+                if self.window is not None and i == len(self.branches) - 1:
+                    together = at_or_before & (positions[:, :, None] - positions[:, None, local] < self.window)
+                else:
+                    together = at_or_before & (segments[:, None, local, i] == segments[:, :, None, i])
                 masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, local, i])
             k, v, is_marked = (
                 torch.cat([x, *[y[:, :, local]] * len(self.branches)], dim=2) for x, y in zip(self.rows_held, self._own_rows(new))
@@ -183,8 +212,9 @@ class Store:
         sees = torch.zeros_like(is_marked)
         for i, (w, _) in enumerate(self.branches):
             counts = F.pad((is_marked & keeps[..., i]).cumsum(-1), (1, 0))  # (B, heads, T + 1): marks before each token
-            in_segment = counts[..., 1:] - counts.index_select(-1, positions // w * w)
-            sees |= keeps[..., i] & (in_segment > 0)
+            is_window = self.window is not None and i == len(self.branches) - 1
+            first = (positions - w + 1).clamp(min=0) if is_window else positions // w * w
+            sees |= keeps[..., i] & (counts[..., 1:] > counts.index_select(-1, first))
         return sees
 
     def put(self, new: Tokens, positions: Tensor, is_new: Tensor) -> None:
@@ -197,21 +227,19 @@ class Store:
         for stored, x in zip(self.rows_held, self._own_rows(new)):
             x_index = index[..., : x.shape[3]]
             stored.scatter_(2, x_index, torch.where(keeps[..., None], x, stored.gather(2, x_index)))
-        self.held.copy_(torch.where(is_new[:, None], positions[:, None] // self.lengths_of_segments, self.held))
+        self.held.copy_(self._last_held(torch.where(is_new, positions + 1, 0)))
 
     def put_last(self, new: Tokens, lengths: Tensor, added: Tensor) -> None:
         """From the first `added` `(B,)` of T tokens, which follow `lengths` `(B,)` others, store the rows in the last segment."""
         end = lengths + added
-        segments = torch.where(added[:, None] > 0, (end[:, None] - 1) // self.lengths_of_segments, self.held)  # (B, branches)
-        new_rows = self._own_rows(new)
-        for i, (places, start, rows) in enumerate(zip(self.places, self.starts, self.rows)):
-            positions = segments[:, i, None, None] * self.lengths_of_segments[i] + places  # (B, heads, rows)
+        held, new_rows = self._last_held(torch.where(added > 0, end, 0)), self._own_rows(new)
+        for positions, start, rows in zip(self._positions(held, self.places), self.starts, self.rows):
             is_new = ((positions >= lengths[:, None, None]) & (positions < end[:, None, None]))[..., None]
             index = (positions - lengths[:, None, None]).clamp(0, new.k.shape[1] - 1)[..., None]
             for stored, x in zip(self.rows_held, new_rows):
                 part = stored[:, :, start : start + rows]
                 part.copy_(torch.where(is_new, x.gather(2, index.expand(-1, -1, -1, x.shape[3])), part))
-        self.held.copy_(segments)
+        self.held.copy_(held)
 
     def overwritten(self, positions: Tensor) -> Overwritten:
         """The rows that tokens at `positions` `(B, T)` may take, as they are now."""
@@ -232,10 +260,9 @@ class Store:
 
     def last_positions(self, rank: int, end: Tensor) -> Tensor:
         """`(B, heads, sum of rows)`: the position that each row of a rank holds after the first `end` `(B,)` tokens, or -1."""
-        segments = (end[:, None] - 1).clamp(min=0) // self.lengths_of_segments  # (B, branches)
-        parts = [segments[:, i, None, None] * self.lengths_of_segments[i] + places for i, places in enumerate(self._places(rank))]
-        positions = torch.cat(parts, dim=-1)
-        return torch.where(positions < end[:, None, None], positions, -1)
+        held = (end[:, None] - 1).clamp(min=0) // self.tokens_per_held
+        positions = torch.cat(self._positions(held, self._places(rank)), dim=-1)
+        return torch.where(positions < end[:, None, None], positions, -1).clamp(min=-1)
 
     def rows_at(self, new: Tokens, index: Tensor) -> Tensor:
         """`(E, 2 D + 1)` keys, values and marks of the new tokens `index` `(B, heads, rows)`; an index below 0 gives no row."""
@@ -250,8 +277,8 @@ class Store:
             stored[index >= 0] = x
 
     def hold(self, end: Tensor) -> None:
-        """Record that the stored rows belong to the segments of the last of `end` `(B,)` tokens."""
-        self.held.copy_(torch.where(end[:, None] > 0, (end[:, None] - 1) // self.lengths_of_segments, self.held))
+        """Record that the stored rows are those after the first `end` `(B,)` tokens."""
+        self.held.copy_(self._last_held(end))
 
     def put_back(self, overwritten: Overwritten) -> None:
         """Restore the rows that `overwritten` returned."""
@@ -265,7 +292,14 @@ class Store:
 
     def why_lost(self, sequence: int, new: int, old: int) -> str | None:
         """Why a sequence of `old` tokens cannot be cut to `new` by what is stored alone; None if it can."""
-        for (w, _), segment in zip(self.branches, self.held[sequence].tolist()):
+        held = self.held[sequence].tolist()
+        # Token p replaced token p - window, which the last query before p sees, and no later one.
+        if self.window is not None and min(new, self.window - 1) > 0 and held[-1] >= max(self.window, new + 1):
+            return (
+                f"length must leave all keys stored that window={self.window} reaches from there, got {new} of {old} tokens in "
+                f"sequence {sequence}: later tokens replaced some; decode that sequence again, or set records_past before the calls"
+            )
+        for (w, _), segment in zip(self.branches, held if self.window is None else held[:-1]):
             if new % w and segment != new // w:
                 return (
                     f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "

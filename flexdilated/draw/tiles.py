@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexdilated.core.branch import Kept
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.masks.blocks import BlockLists, block_lists, head_branches
+from flexdilated.masks.blocks import BlockLists, HeadBranch, block_lists, head_branches
 
 __all__ = ["Cell", "HeadTiles", "Tally", "all_heads", "head_tiles"]
 
@@ -101,7 +101,12 @@ def head_tiles(
 
 
 def _look(
-    branches: Sequence[Kept], distinct: tuple[Kept, ...], num_tokens: int, block_size: int, group: int, is_causal: bool
+    branches: Sequence[Kept],
+    distinct: tuple[HeadBranch, ...],
+    num_tokens: int,
+    block_size: int,
+    group: int,
+    is_causal: bool,
 ) -> tuple[Tally, NDArray[np.int64]]:
     """Numbers and cells of one head. Equal branches count once in the raw mask, and once each in the packed masks."""
     raw = _lists(distinct, num_tokens, block_size, is_causal)
@@ -117,7 +122,7 @@ def _look(
     return tally, _cells(raw, group, is_causal)
 
 
-def _lists(branches: tuple[Kept, ...], num_rows: int, block_size: int, is_causal: bool) -> BlockLists:
+def _lists(branches: tuple[HeadBranch, ...], num_rows: int, block_size: int, is_causal: bool) -> BlockLists:
     return block_lists(branches, num_rows, block_size, block_size, "before" if is_causal else "any")
 
 

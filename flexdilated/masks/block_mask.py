@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexdilated.core.branch import Kept
 from flexdilated.core.call import MaskMod
 from flexdilated.core.encoding import decode, encode
 from flexdilated.core.functorch import in_no_mode
 from flexdilated.core.integers import is_integer
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import uncached
-from flexdilated.masks.blocks import BlockLists, Direction, block_lists, head_branches, most_columns
+from flexdilated.masks.blocks import BlockLists, Direction, HeadBranch, block_lists, head_branches, most_columns
 from flexdilated.masks.functions import checked, mask_mod_of
 
 LARGE = 1 << 22  # entries: 16 MiB
@@ -152,7 +151,7 @@ def _lists(key: _Wanted) -> tuple[BlockLists, BlockLists]:
 @in_no_mode
 def _find_lists(key: _Wanted) -> tuple[BlockLists, BlockLists]:
     pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full = key
-    classes: dict[tuple[Kept, ...], int] = {}
+    classes: dict[tuple[HeadBranch, ...], int] = {}
     kinds = [head_branches(pattern, h, num_kv_heads, seq_len) for h in range(num_kv_heads)]
     class_of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
 
@@ -160,11 +159,7 @@ def _find_lists(key: _Wanted) -> tuple[BlockLists, BlockLists]:
         lists_of_class = [
             block_lists(kind, seq_len, row_size, column_size, direction, separate_full=separate_full) for kind in classes
         ]
-        columns = -(-seq_len // column_size)
-        # One width for both kinds: kernels step through the lists of full blocks by the strides of the others, up to torch 2.12
-        # those of attention, and the one of decoding still.
-        width = max(indices.shape[1] for lists in lists_of_class for indices in (lists.partial_indices, lists.full_indices))
-        return BlockLists(*(_by_head(parts, class_of_head, width, columns, device) for parts in zip(*lists_of_class)))
+        return by_head(lists_of_class, class_of_head, -(-seq_len // column_size), device)
 
     kv = side(sizes[0], sizes[1], "before" if is_causal else "any")
     symmetric = not is_causal and sizes[0] == sizes[1]
@@ -174,8 +169,15 @@ def _find_lists(key: _Wanted) -> tuple[BlockLists, BlockLists]:
 _find_large_lists = lru_cache(maxsize=2)(_find_lists.__wrapped__)
 
 
-def _by_head(parts: tuple[Tensor, ...], class_of_head: list[int], width: int, columns: int, device: torch.device) -> Tensor:
-    """The lists of the distinct heads as one tensor `(1, heads, ...)`; equal heads share memory."""
+def by_head(lists_of_class: list[BlockLists], class_of_head: list[int], columns: int, device: torch.device) -> BlockLists:
+    """The lists of the distinct heads as `(1, heads, ...)` tensors; equal heads share memory."""
+    # One width for both kinds: kernels step through the lists of full blocks by the strides of the others, up to torch 2.12
+    # those of attention, and the one of decoding still.
+    width = max(indices.shape[1] for lists in lists_of_class for indices in (lists.partial_indices, lists.full_indices))
+    return BlockLists(*(_stacked(parts, class_of_head, width, columns, device) for parts in zip(*lists_of_class)))
+
+
+def _stacked(parts: tuple[Tensor, ...], class_of_head: list[int], width: int, columns: int, device: torch.device) -> Tensor:
     if parts[0].dim() == 1:
         stacked = torch.stack(parts)
     else:

@@ -2,24 +2,24 @@
 
 Rows are the blocks of one side (queries, say), columns those of the other. A branch joins a row block and a column block inside a
 segment that both touch and where both hold a kept position. Segments and kept positions are arithmetic progressions, so every row's
-columns come as a few runs of consecutive blocks, and the union over branches is a union of intervals.
+columns come as a few runs of consecutive blocks, and the union over branches is a union of intervals. A window is one run per row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from math import ceil
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import Kept, Window
 from flexdilated.core.pattern import DilatedPattern
 
 Direction = Literal["any", "before", "after"]  # which columns a row may see: all positions, none after its own, none before
-
+HeadBranch = Kept | Window  # a branch as one head runs it
 
 PAIRS = 1 << 20  # looked at together, in the rare blocks that need it
 
@@ -33,21 +33,31 @@ class BlockLists(NamedTuple):
     full_indices: Tensor
 
 
-def head_branches(pattern: DilatedPattern, head: int, num_heads: int, seq_len: int) -> tuple[Kept, ...]:
-    """The distinct branches that a key/value head runs, segments cut to the sequence."""
-    branches = pattern.kept(head, num_heads, "block masks")
-    return tuple(sorted({branch._replace(length=min(branch.length, seq_len)) for branch in branches}))
+def head_branches(pattern: DilatedPattern, head: int, num_heads: int, seq_len: int) -> tuple[HeadBranch, ...]:
+    """The distinct branches that a key/value head runs, cut to the sequence. A window as long as the sequence is a segment."""
+    branches = {branch._replace(length=min(branch.length, seq_len)) for branch in pattern.kept(head, num_heads, "block masks")}
+    window = pattern.split("block masks")[1]
+    if window is None or window.size < seq_len:
+        return (*sorted(branches), *([] if window is None else [window]))
+    return tuple(sorted({*branches, Kept(seq_len, 1, 0)}))
 
 
 def most_columns(pattern: DilatedPattern, row_size: int, column_size: int) -> int:
     """An upper bound on the blocks that a row joins, for sequences of any length."""
-    lengths = [length for length, _ in pattern.segments("block masks")]
-    spans = (length if length % row_size == 0 else 2 * length + row_size for length in lengths)
+    segments, window = pattern.split("block masks")
+    spans = [length if length % row_size == 0 else 2 * length + row_size for length, _ in segments]
+    spans += [] if window is None else [row_size + 2 * (window.size - 1)]
     return sum(span // column_size + 2 for span in spans)
 
 
 def block_lists(
-    branches: tuple[Kept, ...], seq_len: int, row_size: int, column_size: int, direction: Direction, *, separate_full: bool = True
+    branches: tuple[HeadBranch, ...],
+    seq_len: int,
+    row_size: int,
+    column_size: int,
+    direction: Direction,
+    *,
+    separate_full: bool = True,
 ) -> BlockLists:
     """The blocks that the branches of one head join, int32 on the CPU.
 
@@ -55,18 +65,16 @@ def block_lists(
     is listed as partial.
     """
     rows = -(-seq_len // row_size)
-    # Whatever torch's default device is; the mode makes every operation slower, so only where it is needed.
-    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+    with _on_cpu():
         runs = [_runs(branch, seq_len, row_size, column_size, direction) for branch in branches]
-        no_counts, no_indices = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
         if not runs:
+            no_counts, no_indices = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
             return BlockLists(no_counts, no_indices, no_counts, no_indices)
         row, first, last = (torch.cat(parts) for parts in zip(*runs))
         row, first, last = _union(row, first, last, seq_len)
         row, column = _expand(row, first, last)
         if not separate_full:
-            return BlockLists(*_pack(row, column, rows), no_counts, no_indices)
-
+            return _listed(row, column, torch.zeros_like(row, dtype=torch.bool), rows)
         full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, direction)
         full = (column >= full_first[row]) & (column <= full_last[row])
         full[
@@ -76,14 +84,38 @@ def block_lists(
                 )
             )
         ] = True
-        return BlockLists(*_pack(row[~full], column[~full], rows), *_pack(row[full], column[full], rows))
+        return _listed(row, column, full, rows)
 
 
-def _runs(branch: Kept, seq_len: int, row_size: int, column_size: int, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
+def band_lists(num_rows: int, num_columns: int, band: tuple[int, int], block_size: int, *, separate_full: bool) -> BlockLists:
+    """The blocks of a band, as `block_lists`: row `l` joins the columns `l + band[0] ... l + band[1]`."""
+    with _on_cpu():
+        start = torch.arange(0, num_rows, block_size)
+        end = (start + block_size).clamp(max=num_rows)
+        first, last = (start + band[0]).clamp(min=0), (end - 1 + band[1]).clamp(max=num_columns - 1)
+        full_first = _ceil_div((end - 1 + band[0]).clamp(min=0), block_size)
+        full_last = (start + band[1] + 1).clamp(max=num_columns).div(block_size, rounding_mode="floor") - 1
+        full_last[end - start < block_size] = -1
+        seen = (last >= first).nonzero()[:, 0]
+        row, column = _expand(seen, first[seen] // block_size, last[seen] // block_size)
+        full = (column >= full_first[row]) & (column <= full_last[row]) & separate_full
+        return _listed(row, column, full, len(start))
+
+
+def _on_cpu() -> AbstractContextManager[object]:
+    """On the CPU, whatever torch's default device is; the mode makes every operation slower, so only where it is needed."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+def _runs(branch: HeadBranch, seq_len: int, row_size: int, column_size: int, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
     """`(row block, first column block, last column block)` of one branch; every block of a run is joined."""
-    length, rate, offset = branch
     starts = torch.arange(0, seq_len, row_size)
     ends = (starts + row_size).clamp(max=seq_len)
+    if isinstance(branch, Window):
+        before, after = (0 if direction == other else branch.size - 1 for other in ("after", "before"))
+        first, last = (starts - before).clamp(min=0), (ends - 1 + after).clamp(max=seq_len - 1)
+        return torch.arange(len(starts)), first // column_size, last // column_size
+    length, rate, offset = branch
     first_segment = starts // length
     num_segments = (ends - 1) // length - first_segment + 1
     row = torch.repeat_interleave(num_segments)
@@ -128,20 +160,22 @@ def _expand(row: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _full_columns(
-    branches: tuple[Kept, ...], seq_len: int, row_size: int, column_size: int, direction: Direction
+    branches: tuple[HeadBranch, ...], seq_len: int, row_size: int, column_size: int, direction: Direction
 ) -> tuple[Tensor, Tensor]:
-    """First and last column block (none where last < first) that branches of rate 1 join in full with each row block.
+    """First and last column block (none where last < first) that a window and branches of rate 1 join in full with each row block.
 
-    A pair is joined by such a branch when no border of its segments is between the two. Of all pairs with the column below the
-    row the widest decides, and likewise above.
+    A pair is joined by such a branch when no border of its segments is between the two, and by a window when it is near enough. Of
+    all pairs with the column below the row the widest decides, and likewise above.
     """
     first_token = torch.arange(0, seq_len, row_size)
     last_token = first_token + row_size - 1
-    lengths = [branch.length for branch in branches if branch.rate == 1]
-    if not lengths:
+    lengths = [branch.length for branch in branches if isinstance(branch, Kept) and branch.rate == 1]
+    sizes = [branch.size for branch in branches if isinstance(branch, Window)]
+    if not lengths and not sizes:
         return torch.ones_like(first_token), torch.zeros_like(first_token)
-    reach_down = torch.stack([last_token // w * w for w in lengths]).amin(dim=0)
-    reach_up = torch.stack([(first_token // w + 1) * w for w in lengths]).amax(dim=0).clamp(max=seq_len)
+    down = [last_token // w * w for w in lengths] + [(last_token + 1 - size).clamp(min=0) for size in sizes]
+    up = [(first_token // w + 1) * w for w in lengths] + [first_token + size for size in sizes]
+    reach_down, reach_up = torch.stack(down).amin(dim=0), torch.stack(up).amax(dim=0).clamp(max=seq_len)
     if direction == "before":
         reach_up = torch.minimum(reach_up, first_token + 1)
     if direction == "after":
@@ -151,7 +185,7 @@ def _full_columns(
 
 
 def _completed(
-    branches: tuple[Kept, ...],
+    branches: tuple[HeadBranch, ...],
     seq_len: int,
     row_size: int,
     column_size: int,
@@ -160,21 +194,27 @@ def _completed(
     column: Tensor,
     full: Tensor,
 ) -> Iterator[int]:
-    """Blocks that become full only because a dilated branch adds the few pairs that rate-1 branches leave.
+    """Blocks that become full only because a dilated branch adds the few pairs that a window and rate-1 branches leave.
 
     Dilated branches join positions whose distance is a multiple of a rate. What branches of rate 1 leave of a block is nothing,
     or, when all borders of the longest are borders of the others, at least a row, a column or a pair of neighbours: too much for
     the dilated ones unless every distance in a whole run has one of their rates for a divisor. Only where neither argument settles
-    it are blocks looked at.
+    it are blocks looked at. A window leaves less only of blocks that it joins in part.
     """
-    lengths = sorted({branch.length for branch in branches if branch.rate == 1})
-    rates = {branch.rate for branch in branches if branch.rate > 1}
+    segments = [branch for branch in branches if isinstance(branch, Kept)]
+    window = max((branch.size for branch in branches if isinstance(branch, Window)), default=0)
+    lengths = sorted({branch.length for branch in segments if branch.rate == 1})
+    rates = {branch.rate for branch in segments if branch.rate > 1}
     prime = [r for r in rates if not any(r % other == 0 for other in rates - {r})]
     run = min(row_size, column_size)
-    nested = all(lengths[-1] % w == 0 for w in lengths)
-    if not prime or (nested and sum(ceil(run / r) for r in prime) < run):
+    is_settled = all(lengths[-1] % w == 0 for w in lengths) and sum(ceil(run / r) for r in prime) < run
+    if not prime or (is_settled and not window):
         return
     is_inside = ((row + 1) * row_size <= seq_len) & ((column + 1) * column_size <= seq_len) & ~full
+    if is_settled:
+        is_inside &= (row * row_size - (column + 1) * column_size + 1 < window) & (
+            column * column_size - (row + 1) * row_size + 1 < window
+        )
     candidates = is_inside.nonzero()[:, 0]
     # Check corners first, the most distant ones before the others: few blocks have them all.
     for i, j in ((-1, 0), (0, -1), (0, 0), (-1, -1)):
@@ -187,7 +227,7 @@ def _completed(
         yield from chunk[_joined(branches, rows, columns, direction).flatten(1).all(dim=1)].tolist()
 
 
-def _joined(branches: tuple[Kept, ...], x: Tensor, y: Tensor, direction: Direction) -> Tensor:
+def _joined(branches: tuple[HeadBranch, ...], x: Tensor, y: Tensor, direction: Direction) -> Tensor:
     """Whether pairs of positions are joined, by the definition."""
     joined = torch.zeros(torch.broadcast_shapes(x.shape, y.shape), dtype=torch.bool)
     for branch in branches:
@@ -195,6 +235,11 @@ def _joined(branches: tuple[Kept, ...], x: Tensor, y: Tensor, direction: Directi
     if direction == "before":
         return joined & (y <= x)
     return joined & (y >= x) if direction == "after" else joined
+
+
+def _listed(row: Tensor, column: Tensor, full: Tensor, rows: int) -> BlockLists:
+    """The lists of blocks that are sorted by row."""
+    return BlockLists(*_pack(row[~full], column[~full], rows), *_pack(row[full], column[full], rows))
 
 
 def _pack(row: Tensor, column: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import Kept, Window
 from flexdilated.core.call import MaskMod, ScoreMod
 from flexdilated.core.checks import check_losses
 from flexdilated.core.integers import is_integer
@@ -65,12 +65,17 @@ def dilated_score_mod(
             score function.
     """
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    if pattern.detach_weights and pattern.heads == "all" and len(pattern.branches) > 1:
+    if pattern.detach_weights and has_several(pattern):
         raise NotImplementedError(
             "pattern must have detach_weights=False, got True: constant mixing weights are the gradient of no score_mod; use "
             "dataclasses.replace(pattern, detach_weights=False), which has the same outputs, or flexdilated.dilated_attention"
         )
     return uncached(score_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
+
+
+def has_several(pattern: DilatedPattern) -> bool:
+    """Whether a head may run more than one branch."""
+    return len(pattern.branches) > 1 and (pattern.heads == "all" or pattern.window is not None)
 
 
 @lru_cache(maxsize=128)
@@ -102,8 +107,19 @@ def score_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_
     return score_mod
 
 
+class _WindowClause(NamedTuple):
+    """A window, of every head."""
+
+    window: Window
+
+    def joins(self, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Whether a key is near enough."""
+        joined: Tensor = self.window.joins(*(_holding(x, self.window.size) for x in (q_idx, kv_idx)))
+        return joined
+
+
 class _Clause(NamedTuple):
-    """One branch of a mask: its segments, the heads that run it, and how their offsets follow from them."""
+    """One branch of segments of a mask: its segments, the heads that run it, and how their offsets follow from them."""
 
     length: int
     rate: int
@@ -119,11 +135,11 @@ class _Clause(NamedTuple):
 
 
 def _holding(x: Tensor, length: int) -> Tensor:
-    """`x` in a dtype that holds a segment length: torch would wrap the length."""
-    return x if not isinstance(x, Tensor) or length <= torch.iinfo(x.dtype).max else x.long()
+    """`x` in a signed dtype that holds a segment length or a window: torch would wrap these, and distances."""
+    return x if not isinstance(x, Tensor) or (x.dtype.is_signed and length <= torch.iinfo(x.dtype).max) else x.long()
 
 
-def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
+def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause | _WindowClause, ...]:
     """The clause of each branch, in terms of key/value heads."""
 
     def offset_rule(branch: int, rate: int) -> Callable[[Tensor], Tensor | int]:
@@ -134,15 +150,17 @@ def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
             return lambda h: h // sharing
         return lambda h: h % rate
 
-    clauses = []
-    for i, (length, rate) in enumerate(pattern.segments("masks")):
+    clauses: list[_Clause | _WindowClause] = []
+    segments, window = pattern.split("masks")
+    for i, (length, rate) in enumerate(segments):
         heads = pattern.head_range(i, num_heads)
         clauses.append(_Clause(length, rate, heads, len(heads) == num_heads, offset_rule(i, rate)))
-    return tuple(clauses)
+    return tuple(clauses) if window is None else (*clauses, _WindowClause(window))
 
 
 def _label(pattern: DilatedPattern, is_causal: bool) -> str:
-    branches = "_".join(f"w{length}r{rate}" for length, rate in pattern.segments("masks"))
+    segments, window = pattern.split("masks")
+    branches = "_".join([f"w{length}r{rate}" for length, rate in segments] + ([] if window is None else [f"window{window.size}"]))
     rule = "grouped" if pattern.heads == "grouped" else pattern.offsets
     return f"{branches}_{rule}{'_causal' if is_causal else ''}"
 

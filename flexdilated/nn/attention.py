@@ -241,7 +241,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.attention = DilatedAttention(
             pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, backend=backend, mesh=mesh, exchange=exchange
         )
-        check_losses(pattern, max(pattern.segment_lengths), num_kv_heads, is_causal)
+        check_losses(pattern, max(pattern.segment_lengths, default=2), num_kv_heads, is_causal)
         set_initial_projections(self, gamma_init)
         self.reset_parameters()
 

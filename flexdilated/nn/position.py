@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pattern import MAX_LENGTH, DilatedPattern
 from flexdilated.core.tracing import writes_onnx
 from flexdilated.distributed.sharding import replicated_like
 
@@ -117,7 +117,8 @@ class XPos(Rotary):
     torch.Size([1, 64, 4, 8])
 
     `zeta_i = (2 i / D + 0.4) / 1.4`. Queries are multiplied by `zeta ** (p / scale_base)`, keys divided by it. To avoid overflow,
-    positions are counted from the middle of the longest segment if the other segments divide it.
+    positions are counted from the middle of the longest segment if the other segments divide it and there is no window: the decay
+    over the whole sequence must then be in the range of float32.
     Source: xPos, arXiv 2212.10554, section 3.2.
 
     Args:
@@ -137,12 +138,14 @@ class XPos(Rotary):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
         if not scale_base > 0.0:
             raise ValueError(f"scale_base must be above 0, got {scale_base}")
-        lengths = [length for length, _ in pattern.segments("XPos")]
-        longest = max(lengths)
-        nested = all(longest % length == 0 for length in lengths)
+        segments, window = pattern.split("XPos")
+        lengths = [length for length, _ in segments]
+        longest = max(lengths, default=1)
+        nested = window is None and all(longest % length == 0 for length in lengths)
         self.scale_base, self.period = scale_base, longest if nested else None
-        # No segment crosses a multiple of it.
-        self.common_period = math.lcm(*lengths)
+        # No segment crosses a multiple of it. A window does, of whatever lies in a sequence.
+        self.common_period = math.lcm(*lengths) if window is None else MAX_LENGTH
+        self._has_window = window is not None
 
     def forward(
         self, positions: Tensor, *, length: int | None = None, cu_seqlens: Tensor | None = None, dtype: torch.dtype | None = None
@@ -169,7 +172,8 @@ class XPos(Rotary):
         log_growth = self._log_growth(reach)
         if log_growth > MAX_LOG_GROWTH:
             least = math.ceil(reach / (2 * MAX_LOG_GROWTH) * LOG_LARGEST_DECAY)
-            raise ValueError(f"scale_base must be at least {least} where segments reach over {reach} tokens, got {self.scale_base}")
+            where = "with a window in a sequence of" if self._has_window else "where segments reach over"
+            raise ValueError(f"scale_base must be at least {least} {where} {reach} tokens, got {self.scale_base}")
         within = positions if self.period is None else positions % self.period
         if length is None:
             return self._rotation(positions, within - (within.min() + within.max()) // 2, log_growth, dtype)
@@ -195,9 +199,10 @@ class XPos(Rotary):
         log_growth = self._log_growth(reach)
         if log_growth > MAX_LOG_GROWTH:
             limit = int(2 * MAX_LOG_GROWTH * self.scale_base / LOG_LARGEST_DECAY)
+            lengths = "a window" if self._has_window else f"segment lengths whose least common multiple is {self.common_period}"
             raise ValueError(
-                f"max_length must be at most {limit} in decoding with scale_base={self.scale_base} and segment lengths whose least "
-                f"common multiple is {self.common_period}, got {max_length}; use rotary positions"
+                f"max_length must be at most {limit} in decoding with scale_base={self.scale_base} and {lengths}, got "
+                f"{max_length}; use rotary positions"
             )
         within = positions % reach if reach == self.common_period else positions
         return self._rotation(positions, within - reach // 2, log_growth, dtype)

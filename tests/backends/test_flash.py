@@ -16,6 +16,7 @@ from flexdilated import DilatedPattern, backends, dilated_attention
 from flexdilated.backends import BACKENDS, DispatchKey, choose_kernel
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.dense import flash, flash_kernels, piece_loop
+from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import Options
 from flexdilated.core.hardware import detect
 from tests.cases import Case, assert_twice_plain, differentiate, run_backend, run_reference
@@ -24,6 +25,7 @@ from tests.tolerances import EXACT
 
 KERNEL = {kernel.name: kernel for kernel in flash.KERNELS}
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
+WINDOW = DilatedPattern((11, 23), (2, 3), window=7)
 SHIFTED = DilatedPattern.torchscale((29, 11, 17), (1, 3, 5))
 CASES = {
     "plain": Case(PATTERN, batch=2),
@@ -44,6 +46,11 @@ CASES = {
     "zero_padding": Case(replace(PATTERN, zero_padding=True), num_tokens=41),
     "torchscale": Case(SHIFTED, num_tokens=41, kv_heads=7, group=2),
     "torchscale_causal": Case(SHIFTED, num_tokens=41, kv_heads=7, is_causal=True),
+    "window": Case(WINDOW, batch=2, group=2),
+    "window_alone_causal": Case(DilatedPattern(window=1), head_dim=8, is_causal=True, lse_gradient=False),
+    "window_documents": Case(WINDOW, is_causal=True, borders=(0, 1, 8, 15, 15, 28, 41, 43)),
+    "window_grouped_detached": Case(replace(WINDOW, heads="grouped", detach_weights=True), is_causal=True, group=2),
+    "window_wider_than_a_document": Case(DilatedPattern((23,), (3,), window=12), borders=(0, 11, 22, 34, 43)),
     "head_dim_256": Case(PATTERN, kv_heads=1, group=2, head_dim=256),
 }
 # flash-attn 2 needs a column of the head dim for the gradient of lse.
@@ -74,24 +81,39 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> None:
     assert all(x.shape == q.shape for x in like_q)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+Bounds = tuple[int | None, int | None]  # keys before a query's place among the keys and after it; the last rows are aligned
+
+
+def _bounds_2(causal: bool, left: int, right: int) -> Bounds:
+    """`mha_fwd` and `set_params_fprop` in csrc/flash_attn/flash_api.cpp; the mask is `apply_mask_local` in src/mask.h."""
+    return None if left < 0 else left, 0 if causal else None if right < 0 else right
+
+
+def _bounds_4(causal: bool, window_size_left: int | None, window_size_right: int | None) -> Bounds:
+    """`_resolve_causal_local_window` in flash_attn/cute/interface.py; the mask is `AttentionMask.apply_mask` in mask.py."""
+    assert window_size_left is None or window_size_left >= 0  # others mean different things in different versions
+    assert window_size_right is None or window_size_right >= 0
+    return window_size_left, 0 if causal else window_size_right
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, bounds: Bounds) -> Tensor:
     """`(batch, kv heads, group, queries, keys)`."""
     assert isinstance(scale, float)
-    assert isinstance(causal, bool)
+    assert all(bound is None or type(bound) is int for bound in bounds)
     scores = torch.einsum("bqhgd,bkhd->bhgqk", q.unflatten(2, (k.shape[2], -1)), k) * scale
-    assert not causal or q.shape[1] == k.shape[1]
-    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
-    return scores.masked_fill(~(seen.tril() if causal else seen), -torch.inf)
+    left, right = (k.shape[1] if bound is None else bound for bound in bounds)
+    apart = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
+    return scores.masked_fill((apart < -left) | (apart > right), -torch.inf)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, bounds: Bounds) -> tuple[Tensor, Tensor]:
     q, k, v = (x.to(_accumulated(x)) for x in (q, k, v))
-    scores = _scores(q, k, scale, causal)
+    scores = _scores(q, k, scale, bounds)
     return torch.einsum("bhgqk,bkhd->bqhgd", scores.softmax(-1), v).flatten(2, 3), scores.logsumexp(-1).flatten(1, 2)
 
 
 def _differentiate(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bounds: Bounds
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert lse.is_contiguous()
@@ -99,7 +121,7 @@ def _differentiate(
     assert not lse.isneginf().any()  # an empty row is +inf
     dtype, kv_heads = _accumulated(q), k.shape[2]
     dout, q, k, v, out = (x.to(dtype) for x in (dout, q, k, v, out))
-    weights = torch.exp(_scores(q, k, scale, causal) - lse.unflatten(1, (kv_heads, -1))[..., None])
+    weights = torch.exp(_scores(q, k, scale, bounds) - lse.unflatten(1, (kv_heads, -1))[..., None])
     softmax_d = (dout * out).sum(-1).transpose(1, 2)  # (batch, heads, rows)
     if dlse is not None:
         assert dlse.is_contiguous()
@@ -112,10 +134,12 @@ def _differentiate(
     return dq, torch.einsum("bhgqk,bqhgd->bkhd", dscores, q), torch.einsum("bhgqk,bqhgd->bkhd", weights, dout)
 
 
-def _of_flash_attn_2(softmax_scale: float, causal: bool, **options: object) -> tuple[float, bool]:
-    unused = {"dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
-    assert options == unused
-    return softmax_scale, causal
+def _of_flash_attn_2(
+    softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, **options: object
+) -> tuple[float, Bounds]:
+    assert isinstance(causal, bool)
+    assert options == {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
+    return softmax_scale, _bounds_2(causal, window_size_left, window_size_right)
 
 
 def _flash_attn_forward(
@@ -140,28 +164,28 @@ def _flash_attn_backward(*tensors: Tensor, deterministic: bool, **options: Any) 
 
 
 def _flash_attn_fwd(
-    *, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, out: Tensor, lse: Tensor
+    *, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, out: Tensor, lse: Tensor, **window: int | None
 ) -> tuple[Tensor, Tensor, None, None, None]:
     _check(q, k, v, out)
     assert not any(0 in x.stride() for x in (q, k, v, out))  # of others it compiles one more kernel
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert lse.dtype == _accumulated(q)
     assert lse.stride(-1) == 1
-    for memory, result in zip((out, lse), _attend(q, k, v, softmax_scale, causal)):
+    for memory, result in zip((out, lse), _attend(q, k, v, softmax_scale, _bounds_4(causal, **window))):
         memory.copy_(result)
     return out, lse, None, None, None
 
 
 def _flash_attn_bwd(
-    *, deterministic: bool, dlse: Tensor | None, lse: Tensor, softmax_scale: float, causal: bool, **tensors: Tensor
+    *, deterministic: bool, dlse: Tensor | None, lse: Tensor, softmax_scale: float, causal: bool, **tensors: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, dout, dq, dk, dv = (tensors.pop(name) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
-    assert not tensors
     _check(q, k, v, out, dout, dq)
     _check(q, dk, dv)
     assert not any(0 in x.stride() for x in (q, k, v, out, dout, dq, dk, dv))
     assert deterministic is torch.are_deterministic_algorithms_enabled()
-    for memory, grad in zip((dq, dk, dv), _differentiate(dout, dlse, q, k, v, out, lse, softmax_scale, causal)):
+    grads = _differentiate(dout, dlse, q, k, v, out, lse, softmax_scale, _bounds_4(causal, **tensors))
+    for memory, grad in zip((dq, dk, dv), grads):
         memory.copy_(grad)
     return dq, dk, dv
 
@@ -280,6 +304,13 @@ GRADIENT = {"wants_lse": True, "differentiable": True}
         ("sm_100", {"head_dim": 129}, TWO, FOUR, f"{NARROW}, got 129; {SDPA}"),
         ("sm_100", {"head_dim": 256, **GRADIENT}, TWO, FOUR, NO_GRADIENT),
         ("sm_100", {"head_dim": 249, "dlse": True}, TWO, FOUR, NO_GRADIENT),
+        (
+            "sm_100",
+            {"head_dim": 256, "window": True},
+            TWO,
+            FOUR,
+            f"flash-attn-4 has no window at head_dim 256 on cuda sm_100; {SDPA}",
+        ),
         ("sm_120", {}, None, FOUR, f"{OTHER_LEVEL}; {MISSING_2}"),
     ],
 )
@@ -298,6 +329,7 @@ def test_each_package_says_why_not(
         ("sm_90", {"head_dim": 1}, TWO, None, "flash_attn"),
         ("sm_120", {}, (2, 7, 3), FOUR, "flash_attn"),
         ("sm_90", {"head_dim": 256, **GRADIENT}, TWO, (4, 0, 0, 13), "flash_attn_4"),
+        ("sm_90", {"head_dim": 256, "window": True}, None, FOUR, "flash_attn_4"),
         ("sm_90", {"head_dim": 192}, None, (4, 0, 0, 30), "flash_attn_4"),
         ("sm_100", {"head_dim": 25}, None, (4, 0, 0, 30), "flash_attn_4"),
         ("sm_90", {"head_dim": 193, "group": 3}, None, (4, 0, 0, 31), "flash_attn_4"),
@@ -445,6 +477,24 @@ def test_kernel_takes_fewer_queries_than_keys(anywhere: Calls) -> None:
         grads = kernel.backward(dout, dlse, q, k, v, out, turned, Options(False, 0.4))
     for a, e in zip((out, *grads), (expected, *torch.autograd.grad((expected, expected_lse), leaves, (dout, dlse)))):
         torch.testing.assert_close(a, e, **EXACT)
+
+
+BANDS = [(7, 7, -2, 0), (7, 7, 0, 1 << 40), (7, 11, 0, 4), (7, 11, -30, 6), (1, 1, 0, 0)]
+MAY_EMPTY_A_ROW = [(7, 7, 1, 3), (7, 7, -3, -1), (7, 11, 0, 3), (7, 11, 5, 9), (11, 7, -9, 9)]
+
+
+@pytest.mark.parametrize(("rows", "keys", "low", "high"), BANDS + MAY_EMPTY_A_ROW)
+def test_bands_are_counted_from_the_last_row(rows: int, keys: int, low: int, high: int, anywhere: Calls) -> None:
+    kernel, options = choose_kernel("flash", request()), Options(False, 0.4, band=(low, high))
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (rows, keys, keys))
+    if (rows, keys, low, high) in MAY_EMPTY_A_ROW:
+        with pytest.raises(NotImplementedError, match=rf"flash-attn, got \({low}, {high}\) of {rows} queries and {keys} keys"):
+            kernel.forward(q, k, v, options)
+        return
+    out, lse = MATH.forward(q, k, v, options)
+    torch.testing.assert_close(kernel.forward(q, k, v, options), (out, lse), **EXACT)
+    actual, expected = (each.backward(out, None, q, k, v, out, lse, options) for each in (kernel, MATH))
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 def strided(heads: int, fill: float, *, head_dim: int = 8) -> tuple[Tensor, Tensor]:

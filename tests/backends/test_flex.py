@@ -406,18 +406,22 @@ def test_tiles_are_passed_where_torchs_own_spill(
 
 
 @pytest.mark.parametrize("narrows", [False, True])
-@pytest.mark.parametrize("ahead", [None, 0, 1, 127, 128, 200, 400])
+@pytest.mark.parametrize(
+    "band", [(-999, 999), *((-999, ahead) for ahead in (0, 1, 127, 128, 200, 400)), (0, 128), (-400, -127), (-127, 127), (-256, 0)]
+)
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (128, 256), (129, 640), (255, 383), (640, 128)])
-def test_blocks_of_rows_of_a_segment_are_those_that_torch_finds(queries: int, keys: int, ahead: int | None, narrows: bool) -> None:
+def test_blocks_of_rows_of_a_segment_are_those_that_torch_finds(
+    queries: int, keys: int, band: tuple[int, int], narrows: bool
+) -> None:
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return i >= 0 if ahead is None else j <= i + ahead
+        return (j - i >= band[0]) & (j - i <= band[1])
 
     found = create_block_mask(mask_mod, 1, 1, queries, keys, device="cpu")
 
     def listed(counts: Tensor, indices: Tensor) -> list[set[int]]:
         return [set(row[:n].tolist()) for n, row in zip(counts[0, 0], indices[0, 0])]
 
-    for side, lists in zip(("kv", "q"), rows._lists(queries, keys, ahead, not narrows, torch.device("cpu"))):
+    for side, lists in zip(("kv", "q"), rows._lists(queries, keys, band, not narrows, torch.device("cpu"))):
         names = [(f"{kind}{side}_num_blocks", f"{kind}{side}_indices") for kind in ("", "full_")]
         partial, full = (listed(*(getattr(found, name) for name in each)) for each in names)
         if narrows:  # no block is known to be full

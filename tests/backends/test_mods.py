@@ -462,9 +462,9 @@ def test_either_layout_equals_the_oracle(layout: str, monkeypatch: pytest.Monkey
     emulate(monkeypatch, layout)
 
     @settings(max_examples=50)
-    @given(case=calls(), mods=MODS)
-    def check(case: Case, mods: Mods) -> None:
-        assert_flex_backend_as_the_oracle(case, mods)
+    @given(case=calls(), mods=MODS, window=st.none() | st.integers(1, 50))
+    def check(case: Case, mods: Mods, window: int | None) -> None:
+        assert_flex_backend_as_the_oracle(replace(case, pattern=replace(case.pattern, window=window)), mods)
 
     check()
 

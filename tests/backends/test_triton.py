@@ -159,12 +159,12 @@ def test_rows_by_tensor_descriptors_equal_the_oracle(monkeypatch: pytest.MonkeyP
     assert [name for name, constants in launched if not constants.get("DESCRIBED")] == ["prepare"]  # which reads each row once
 
 
-def test_sums_take_no_part_of_keys_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pattern", [DilatedPattern((69,), (1,)), DilatedPattern(window=60)], ids=str)
+def test_sums_take_no_part_of_keys_after_the_end(pattern: DilatedPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their weight would be 2^200 where all scores of a query are very negative, and infinity times zero is no number."""
     monkeypatch.setattr(launch, "SUMS", True)
-    q = torch.full((1, 37, 1, 16), 4.0)
-    x = (q, -q + torch.linspace(0, 1e-3, 37).view(1, 37, 1, 1), torch.linspace(0, 1, q.numel()).view_as(q), torch.ones_like(q))
-    pattern = DilatedPattern((37,), (1,))
+    q = torch.full((1, 69, 1, 16), 4.0)
+    x = (q, -q + torch.linspace(0, 1e-3, 69).view(1, 69, 1, 1), torch.linspace(0, 1, q.numel()).view_as(q), torch.ones_like(q))
     actual = differentiate(by_triton(pattern, scale=1.0), *x)
     expected = differentiate(lambda *y: reference.dilated_attention(*y, pattern, scale=1.0), *(t.double() for t in x))
     torch.testing.assert_close([a.double() for a in actual], expected, atol=2e-4, rtol=2e-4)
@@ -521,7 +521,8 @@ def test_numbers_of_a_table_may_pass_32_bits() -> None:
     """Tokens, and steps from segment to segment."""
     far = PIECE._replace(token=3 << 31, segment_stride=7 << 31)
     (tiles, lanes), queries = np.array([[2, 3], [5, 7]]), np.array([11, 13])
-    planned = launch._over(None, groups._group([far, PIECE]).each, queries, tiles, lanes, (), {}, TileConfig(16, 16, 4, 2))
+    constants = {"WINDOWED": False}
+    planned = launch._over(None, groups._group([far, PIECE]).each, queries, tiles, lanes, (), constants, TileConfig(16, 16, 4, 2))
     assert planned.table is not None
     table, owners = groups.table_of(*planned.table, torch.device("cpu"))
     assert planned.programs == len(owners) == 2 * 5 + 3 * 7

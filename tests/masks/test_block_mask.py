@@ -21,6 +21,7 @@ PATTERNS = {  # of 1,030 tokens, 9 blocks
     "narrow": DilatedPattern((128, 256), (1, 3)),  # no row joins as many
     "wide": DilatedPattern((900, 1100), (1, 300), offsets="interleaved"),
     "grouped": DilatedPattern.grouped((256, 700), (2, 5)),
+    "window": DilatedPattern((256,), (3,), window=150),
 }
 NAMES = [f"{kind}_{of}" for kind in ("kv", "full_kv", "q", "full_q") for of in ("num_blocks", "indices")]
 

@@ -10,22 +10,26 @@ from hypothesis import example, given, settings
 from torch import Tensor
 
 from flexdilated import DilatedPattern
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import Kept, Window
 from flexdilated.masks import blocks as listing
-from flexdilated.masks.blocks import BlockLists, Direction, block_lists, head_branches, most_columns
+from flexdilated.masks.blocks import BlockLists, Direction, HeadBranch, block_lists, head_branches, most_columns
 from tests.cases import least_heads
 
 ORDERS: tuple[Direction, ...] = ("any", "before", "after")
 SIZES = (1, 2, 3, 5, 8, 16)
 
-Branches = tuple[tuple[int, int, int], ...]  # length, rate, offset
+Branches = tuple[tuple[int, int, int] | Window, ...]  # length, rate, offset
 
 
 def join(branches: Branches, num_tokens: int, order: Direction) -> Tensor:
     """(N, N): the pairs that a branch joins, by the definition."""
     p = torch.arange(num_tokens)
     joined = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
-    for w, r, o in branches:
+    for branch in branches:
+        if isinstance(branch, Window):
+            joined |= (p[:, None] - p).abs() < branch.size
+            continue
+        w, r, o = branch
         kept = p % w % r == o
         joined |= kept[:, None] & kept & (p[:, None] // w == p // w)
     return {"any": joined, "before": joined.tril(), "after": joined.triu()}[order]
@@ -53,7 +57,7 @@ def read(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     return listed
 
 
-def check(branches: tuple[Kept, ...], num_tokens: int, sizes: tuple[int, int], order: Direction) -> Tensor:
+def check(branches: tuple[HeadBranch, ...], num_tokens: int, sizes: tuple[int, int], order: Direction) -> Tensor:
     """The full blocks, once the lists of these branches hold what a look at all pairs finds."""
     return compare(block_lists(branches, num_tokens, *sizes, order), join(branches, num_tokens, order), sizes)
 
@@ -74,6 +78,7 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
         tuple(draw(st.integers(1, min(length, 4)) | st.integers(1, length)) for length in lengths),
         heads=draw(st.sampled_from(("all", "grouped"))),
         offsets=draw(st.sampled_from(("blocked", "interleaved"))),
+        window=draw(st.none() | st.integers(1, 40) | st.integers(1, 300)),
     )
 
 
@@ -94,13 +99,25 @@ def test_lists_hold_the_blocks_that_a_look_at_all_pairs_finds(
 ) -> None:
     num_heads = max(num_heads, least_heads(pattern))
     head %= num_heads
-    branches = tuple(
-        (w, r, pattern.offset(i, head, num_heads))
-        for i, (w, r) in enumerate(pattern.branches)
-        if head in pattern.head_range(i, num_heads)
+    segments, window = pattern.split("tests")
+    branches: Branches = tuple(
+        (w, r, pattern.offset(i, head, num_heads)) for i, (w, r) in enumerate(segments) if head in pattern.head_range(i, num_heads)
     )
+    branches += () if window is None else (window,)
     found = head_branches(pattern, head, num_heads, num_tokens)
     compare(block_lists(found, num_tokens, *sizes, order), join(branches, num_tokens, order), sizes)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("sizes", [(8, 8), (3, 16), (16, 3), (1, 1)], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 9, 16, 17, 57, 300])
+def test_windows_alone_and_beside_segments(size: int, sizes: tuple[int, int], order: Direction) -> None:
+    for segments in ((), ((10, 1), (60, 3))):
+        pattern = DilatedPattern(*zip(*segments), window=size)
+        branches = head_branches(pattern, 2, 3, 70)
+        check(branches, 70, sizes, order)
+        lists = block_lists(branches, 70, *sizes, order)
+        assert int((lists.partial_counts + lists.full_counts).max()) <= most_columns(pattern, *sizes)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -219,3 +236,10 @@ def test_of_blocks_that_rate_1_leaves_those_with_all_four_corners_are_looked_at(
     expected = sum(bool(each) for each in corners) - int(full.sum())
     assert expected > 5
     assert sum(len(each) for each in looks(near + dilated, 187, (3, 4), order) if each.ndim == 3) == expected
+
+
+@pytest.mark.parametrize(("order", "corners"), [("any", ((4, 3), (3, 4))), ("before", ((4, 3),)), ("after", ((3, 4),))])
+def test_a_dilated_branch_completes_a_block_that_a_window_joins(order: Direction, corners: tuple[tuple[int, int], ...]) -> None:
+    """The window leaves the pair (79, 48) of the block of tokens 64..79 and 48..63."""
+    full = [check(branches, 128, (16, 16), order) for branches in ((Window(31),), (Kept(128, 31, 17), Window(31)))]
+    assert set(map(tuple, (full[1] & ~full[0]).nonzero().tolist())) == set(corners)

@@ -30,7 +30,8 @@ Mod = Callable[..., Tensor]
 @st.composite
 def calls(draw: st.DrawFn) -> Case:
     """A call that masks can express."""
-    pattern = replace(draw(patterns()), zero_padding=False, detach_weights=False)
+    window = draw(st.none() | st.integers(1, 50))
+    pattern = replace(draw(patterns()), zero_padding=False, detach_weights=False, window=window)
     return Case(
         pattern=pattern,
         batch=draw(st.integers(1, 2)),
@@ -60,7 +61,10 @@ def multiplicity(case: Case) -> Tensor:
     """(H, N, N): how many branches join a pair, by the definition."""
     p = torch.arange(case.num_tokens)
     count = torch.zeros(case.kv_heads, case.num_tokens, case.num_tokens, dtype=torch.float64)
-    for i, (w, r) in enumerate(case.pattern.branches):
+    segments, window = case.pattern.split("tests")
+    if window is not None:
+        count += (p[:, None] - p).abs() < window.size
+    for i, (w, r) in enumerate(segments):
         for h in case.pattern.head_range(i, case.kv_heads):
             kept = p % w % r == case.pattern.offset(i, h, case.kv_heads)
             count[h] += kept[:, None] & kept & (p[:, None] // w == p // w)
@@ -106,14 +110,15 @@ def test_mask_mod_is_true_where_a_branch_joins_the_pair(case: Case) -> None:
     assert torch.equal(part(dilated_mask_mod, case)(*pairs(case)).expand_as(joined), joined)
 
 
-INTERLEAVED, GROUPED = {"offsets": "interleaved"}, {"heads": "grouped"}
+INTERLEAVED, GROUPED, WINDOW = {"offsets": "interleaved"}, {"heads": "grouped", "window": 2**32}, {"window": 2**31}
+RULES: tuple[Any, ...] = ({}, INTERLEAVED, GROUPED, WINDOW, {"window": 100})
 
 
 @pytest.mark.parametrize(
     ("dtype", "rules", "compiled"),
     [
-        *((dtype, rules, False) for dtype in (torch.int8, torch.int32, torch.int64) for rules in ({}, INTERLEAVED, GROUPED)),
-        *((torch.int8, {}, True), (torch.int32, GROUPED, True), (torch.int64, INTERLEAVED, True)),
+        *((dtype, rules, False) for dtype in (torch.int8, torch.int32, torch.int64) for rules in RULES),
+        *((torch.int8, WINDOW, True), (torch.int32, GROUPED, True), (torch.int64, INTERLEAVED, True)),
     ],
     ids=str,
 )
@@ -129,7 +134,8 @@ def test_segments_and_rates_longer_than_the_integers_of_positions(dtype: torch.d
         pair, count = [x.to(dtype) for x in pairs(case)], multiplicity(case)
         assert torch.equal(mask_mod(*pair).expand_as(count[None]), count[None] > 0), (length, rate)
         assert torch.equal(score_mod(torch.zeros(1, *count.shape), *pair), count[None].float().log()), (length, rate)
-        assert not mask_mod(*pair[:2], pair[2], pair[3] * 0 - 1).any()  # -1 is in the segment of no token
+        if case.pattern.window is None:
+            assert not mask_mod(*pair[:2], pair[2], pair[3] * 0 - 1).any()  # -1 is in the segment of no token
 
 
 @pytest.mark.parametrize("make", [dilated_mask_mod, dilated_score_mod])

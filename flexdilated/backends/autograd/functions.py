@@ -12,6 +12,7 @@ serve every number.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +21,18 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.backends.autograd.combine import heads_of, mix, read, tokens_of
-from flexdilated.backends.autograd.grids import Grid, draw_grids, locate, num_parts
+from flexdilated.backends.autograd.grids import Grid, draw_grids, locate, locate_near, num_parts, tile
 from flexdilated.backends.autograd.records import attend_recorded
+from flexdilated.backends.dense.windows import dense_pieces
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, fold_in, refuse_draws_again
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import Kept, Window
 from flexdilated.core.call import Call, MaskMod, ScoreMod, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.lse import accumulated, mix_branches, normalised, with_zero_keys
 from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
-from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_symbolic, refuse_traced_derivatives
+from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_symbolic, refuse_traced_derivatives, uncached
 
 SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
 
@@ -91,9 +93,10 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
             tokens = start if order.tokens is None else order.tokens[start : start + length]
             results = [
                 (piece, *attend_piece(q_d, k_d, v_d, key_padding_mask=mask_d, tokens=tokens, piece=piece, call=call))
-                for piece in pieces
+                for piece in uncached(dense_pieces)(pieces, masks=True, alone=True)
             ]
-            out, lse = mix([[part] for part in results], q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
+            layers = [[part for part in results if part[0].branch == i] for i in range(len(pattern.branches))]
+            out, lse = mix(layers, q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
             outs.append(out)
             lses.append(lse)
     return order.put(torch.cat(outs, dim=1)), order.put(torch.cat(lses, dim=2), 2)
@@ -104,16 +107,18 @@ def attend_piece(
 ) -> tuple[Tensor, Tensor]:
     """Out `b s o h g r d` and lse `b s o h g r` of a piece; `tokens`: the first token that q holds, or `(N,)`, all of them."""
     group, device = q.shape[2] // k.shape[2], q.device
-    position = tokens_of(piece, device)
-    position = tokens[position] if isinstance(tokens, Tensor) else tokens + position
+    segments, window = call.pattern.split("functions")
+    positions = tokens_of(piece, device), tokens_of(piece.of_keys, device)
+    queries, keys = (tokens[x] if isinstance(tokens, Tensor) else tokens + x for x in positions)
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None, None, None]
     h = heads_of(piece, group, device)[None, None, ..., None, None]
     ignored = None
     if key_padding_mask is not None:
-        ignored = read(key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0]
-    pairs = position[None, :, :, None, None, :, None], position[None, :, :, None, None, None, :]
-    rows = read(q, piece, group=group), read(k, piece), read(v, piece)
-    out, lse = attend_lanes(*rows, ignored, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call)
+        ignored = read(key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece.of_keys)[..., None, :, 0]
+    pairs = queries[None, :, :, None, None, :, None], keys[None, :, :, None, None, None, :]
+    rows = read(q, piece, group=group), read(k, piece.of_keys), read(v, piece.of_keys)
+    window = window if piece.branch == len(segments) else None
+    out, lse = attend_lanes(*rows, ignored, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call, window=window)
     return with_zero_keys(out, lse, piece.zero_keys)
 
 
@@ -127,6 +132,7 @@ def attend_lanes(
     q_idx: Tensor,
     kv_idx: Tensor,
     call: Call,
+    window: Window | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_rows` in chunks of lanes (dim 1) and queries, each with about `SCORES` scores."""
     lanes, rows = q.shape[1], q.shape[-2]
@@ -142,7 +148,7 @@ def attend_lanes(
     outs, lses = [], []
     for q_l, k_l, v_l, ignored_l, b_l, h_l, q_idx_l, kv_idx_l in zip(*split):
         chunks = [
-            attend_rows(q_c, k_l, v_l, ignored=ignored_l, b=b_l, h=h_l, q_idx=q_idx_c, kv_idx=kv_idx_l, call=call)
+            attend_rows(q_c, k_l, v_l, ignored=ignored_l, b=b_l, h=h_l, q_idx=q_idx_c, kv_idx=kv_idx_l, call=call, window=window)
             for q_c, q_idx_c in zip(q_l.split(max_rows, dim=-2), q_idx_l.split(max_rows, dim=-2))
         ]
         outs.append(torch.cat([out for out, _ in chunks], dim=-2))
@@ -165,20 +171,21 @@ def attend_rows(
     q_idx: Tensor,
     kv_idx: Tensor,
     call: Call,
+    window: Window | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments, `(B, ..., 1, R, D)`.
+    """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments or window, `(B, ..., 1, R, D)`.
 
     `ignored`, of a key padding mask, and the positions `b`, `h`, `q_idx` and `kv_idx` broadcast to `(B, ..., group, rows, R)`.
     The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
     """
     tensors = (q, k, v, ignored, b, h, q_idx, kv_idx)
     if not torch.is_grad_enabled() or is_transformed(q, k, v) or torch.compiler.is_exporting():
-        return _attend(*tensors, call)
+        return _attend(*tensors, call, window)
     if torch.compiler.is_compiling():
         # Symbols must be used outside of checkpoints first, or a second checkpoint does not find them (torch 2.13).
         call = call._replace(scale=call.checked_scale() * 1.0, dropout_p=call.dropout_p if call.dropout_p > 0.0 else 0.0)
-        return checkpoint(_attend, *tensors, call, use_reentrant=False)
-    return attend_recorded(_attend, tensors, call)
+        return checkpoint(_attend, *tensors, call, window, use_reentrant=False)
+    return attend_recorded(partial(_attend, window=window), tensors, call)
 
 
 def _attend(
@@ -191,13 +198,15 @@ def _attend(
     q_idx: Tensor,
     kv_idx: Tensor,
     call: Call,
+    window: Window | None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_rows` without recomputation."""
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
     group, rows = q.shape[-3:-1]
     scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
     scores, visible = _modify(scores, b, h, q_idx=q_idx, kv_idx=kv_idx, score_mod=call.score_mod, mask_mod=call.mask_mod)
-    for condition in (visible, kv_idx <= q_idx if call.is_causal else None, None if ignored is None else ~ignored):
+    causal, near = kv_idx <= q_idx if call.is_causal else None, None if window is None else window.joins(q_idx, kv_idx)
+    for condition in (visible, causal, near, None if ignored is None else ~ignored):
         if condition is not None:
             scores = torch.where(condition, scores, -math.inf)
     weights, lse = normalised(scores, dim=-1)
@@ -236,7 +245,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
     (batch, num_tokens, heads), kv_heads = q.shape[:3], k.shape[2]
     group = heads // kv_heads
-    parts = num_parts(pattern, known_batch(batch), num_tokens, kv_heads, group, SCORES)
+    parts = num_parts(pattern, known_batch(batch), num_tokens, kv_heads, group=group, is_causal=call.is_causal, scores=SCORES)
     tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group=group, is_causal=call.is_causal, parts=parts, device=q.device)
     check_mods(call.score_mod, call.mask_mod, q)  # again: without fullgraph the graph breaks above, and forgets what they read
     if key_padding_mask is not None:
@@ -259,7 +268,7 @@ def _attend_grid(
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
     (num_tokens, heads), kv_heads, device = q.shape[1:3], k.shape[2], q.device
     group = heads // kv_heads
-    length, rate = pattern.segments("grids")[branch]
+    (length, rate), window = tile(pattern, branch, "grids")
     run = pattern.head_range(branch, kv_heads)
     offsets = torch.tensor([pattern.offset(branch, head, kv_heads) for head in run], device=device)  # (G,)
     lane = grid.lanes[:, None]
@@ -267,7 +276,10 @@ def _attend_grid(
     first, branch_of_lane = lane // len(run) * length, Kept(length, rate, offset)
 
     # Padding holds zeros: what other tokens hold must not matter.
-    k_token, is_padding = locate(grid.keys, first, branch_of_lane, num_tokens)
+    if window is None:
+        k_token, is_padding = locate(grid.keys, first, branch_of_lane, num_tokens)
+    else:
+        k_token, is_padding = locate_near(grid.keys, first, num_tokens)
     k, v = (x[:, k_token, kv_head].masked_fill(is_padding[..., None], 0.0)[:, :, None] for x in (k, v))
     ignored = is_padding[None] if key_padding_mask is None else is_padding | key_padding_mask[:, k_token]
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
@@ -285,6 +297,7 @@ def _attend_grid(
             q_token[None, :, None, :, None],
             k_token[None, :, None, None, :],
             call,
+            window,
         )
         out, lse = attend_rows(*arguments)
         outs.append(out[:, :, 0])

@@ -1,9 +1,10 @@
 """Branches as grids of segments and rows, all of one size: what one graph needs to serve every number of tokens.
 
 Pieces are exact boxes, and which boxes there are depends on every remainder of the number of tokens: each set needs a graph of its
-own. In a grid the last segment is padded to the size of the others. Its sizes are those of an opaque operator's outputs: symbols of
-their own, where expressions of the number of tokens would have the compiler reason about every quotient. Portable programs, which
-hold no such operator, say sizes by expressions; what a row is, and how branches are mixed, is the same.
+own. In a grid the last segment is padded to the size of the others. The segments of a window are blocks of queries, each with all
+keys that the window shows them. Its sizes are those of an opaque operator's outputs: symbols of their own, where expressions of the
+number of tokens would have the compiler reason about every quotient. Portable programs, which hold no such operator, say sizes by
+expressions; what a row is, and how branches are mixed, is the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.branch import Kept, ceil_div
+from flexdilated.core.branch import Kept, Segments, Window, ceil_div
 from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.encoding import decode, encode
 from flexdilated.core.pattern import DilatedPattern
@@ -22,6 +23,7 @@ from flexdilated.core.pieces import plan_pieces
 from flexdilated.core.tracing import is_symbolic
 
 LEAST = 2  # rows and segments: with 1, the compiler would ask of every size whether it broadcasts
+LEAST_BLOCK = 64  # tokens of a window
 LONGEST = 1 << 40  # tokens
 
 
@@ -30,7 +32,15 @@ class Grid(NamedTuple):
 
     lanes: Tensor  # (L,): `segment * heads of the branch + head`
     queries: Tensor  # (parts, M): `row * group + query head of the group` of every query, a part of them at a time
-    keys: Tensor  # (R,): rows
+    keys: Tensor  # (R,): rows; of a window some are before the block, below 0, and some after it
+
+
+def tile(pattern: DilatedPattern, branch: int, consumer: str) -> tuple[Segments, Window | None]:
+    """The segments that a branch cuts queries in, and its window, if it is one: its segments are half as long, or `LEAST_BLOCK`."""
+    segments, window = pattern.split(consumer)
+    if window is None or branch < len(segments):
+        return segments[branch], None
+    return Segments(max(LEAST_BLOCK, ceil_div(window.size, 2)), 1), window
 
 
 def locate(row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -42,6 +52,12 @@ def locate(row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Ten
     first = first.minimum(last)  # of segments that are padding; none of their rows is read
     token = first + kept.offset + row * kept.rate
     return torch.where(token > last, first, token), token > last
+
+
+def locate_near(row: Tensor, first: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The tokens of a window's keys, `row` tokens after the `first` of a block, and whether they are padding, with any token."""
+    token = first + row
+    return token.clamp(0, num_tokens - 1), (token < 0) | (token >= num_tokens)
 
 
 def draw_grids(
@@ -80,10 +96,10 @@ def _grids_op(
         refuse_zero_keys(num_tokens)
     ranges = [torch.arange(num_tokens, device=device)]
     for i, count in enumerate(parts):
-        lanes, rows = _size(pattern, i, num_tokens, kv_heads)
+        lanes, rows, keys = _size(pattern, i, num_tokens, kv_heads, is_causal)
         width = max(LEAST, ceil_div(rows * group, count))
         queries = torch.arange(count * width, device=device).view(count, width)
-        ranges += [torch.arange(lanes, device=device), queries, torch.arange(rows, device=device)]
+        ranges += [torch.arange(lanes, device=device), queries, torch.arange(keys.start, keys.stop, device=device)]
     return ranges
 
 
@@ -93,12 +109,14 @@ def _(num_tokens: int, *options: Any) -> list[Tensor]:
     ctx = torch.library.get_ctx()
     shapes: list[tuple[Any, ...]] = [(num_tokens,)]
     for count in parts:
-        lanes, width, rows = (ctx.new_dynamic_size(min=LEAST) for _ in range(3))
-        shapes += [(lanes,), (count, width), (rows,)]
+        lanes, width, keys = (ctx.new_dynamic_size(min=LEAST) for _ in range(3))
+        shapes += [(lanes,), (count, width), (keys,)]
     return [torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes]
 
 
-def num_parts(pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: int, group: int, scores: int) -> list[int]:
+def num_parts(
+    pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: int, group: int, is_causal: bool, scores: int
+) -> list[int]:
     """For each branch, in how many parts its queries must be split so that at most so many scores exist at the same time.
 
     Each answer is a graph. One holds for every number of tokens in which no branch has more parts than some power of 4, and
@@ -111,8 +129,9 @@ def num_parts(pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: in
         batch = bound
     tokens, parts = LEAST, [1] * len(pattern.branches)
     while tokens < LONGEST:
+        sizes = [_size(pattern, i, 2 * tokens, kv_heads, is_causal) for i in range(len(parts))]
         doubled = [
-            _parts(pattern, i, 2 * tokens, batch=batch, kv_heads=kv_heads, group=group, scores=scores) for i in range(len(parts))
+            min(ceil_div(batch * lanes * rows * group * len(keys), scores), rows * group // LEAST) for lanes, rows, keys in sizes
         ]
         if _level(max(doubled)) > _level(max(parts)) and num_tokens <= tokens:
             break
@@ -120,19 +139,15 @@ def num_parts(pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: in
     return parts
 
 
-def _parts(pattern: DilatedPattern, branch: int, num_tokens: int, batch: int, kv_heads: int, group: int, scores: int) -> int:
-    lanes, rows = _size(pattern, branch, num_tokens, kv_heads)
-    queries = rows * group
-    return min(ceil_div(batch * lanes * queries * rows, scores), queries // LEAST)
-
-
 def _level(parts: int) -> int:
     """The smallest `n` with `parts <= 4 ** n`."""
     return (parts - 1).bit_length() + 1 >> 1
 
 
-def _size(pattern: DilatedPattern, branch: int, num_tokens: int, kv_heads: int) -> tuple[int, int]:
-    """Lanes and rows of a branch's grid."""
-    length, rate = pattern.segments("grids")[branch]
+def _size(pattern: DilatedPattern, branch: int, num_tokens: int, kv_heads: int, is_causal: bool) -> tuple[int, int, range]:
+    """Lanes, rows of queries, and the rows of keys of a branch's grid."""
+    (length, rate), window = tile(pattern, branch, "grids")
     lanes = ceil_div(num_tokens, length) * len(pattern.head_range(branch, kv_heads))
-    return max(LEAST, lanes), max(LEAST, ceil_div(min(length, num_tokens), rate))
+    rows = max(LEAST, ceil_div(min(length, num_tokens), rate))
+    low, high = (0, 0) if window is None or num_tokens <= length else window.band(is_causal=is_causal)
+    return max(LEAST, lanes), rows, range(max(low, -num_tokens), rows + min(high, num_tokens))

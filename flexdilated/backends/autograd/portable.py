@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdilated.backends.autograd.grids import locate
+from flexdilated.backends.autograd.grids import locate, locate_near, tile
 from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Inputs, OpOptions
@@ -55,7 +55,7 @@ def _check(pattern: DilatedPattern, num_tokens: int, cu_seqlens: Tensor | None, 
         )
     if dropout_p > 0.0:
         raise NotImplementedError(f"dropout_p must be 0 in a portable program, got {dropout_p}; call eval() first")
-    for length, rate in pattern.segments("portable programs"):
+    for length, rate in pattern.split("portable programs")[0]:
         if pattern.zero_padding and length % rate and not _always(num_tokens <= length):
             raise NotImplementedError(
                 f"pattern must have rates that divide its segments with zero_padding=True in a portable program, got segments of "
@@ -72,11 +72,11 @@ def _attend_branch(
     Whatever has a symbol for a size is made by indexing alone: whether it may be reshaped would depend on whether the symbol is 1.
     """
     pattern = op_options.pattern
-    length, rate = pattern.segments("portable programs")[branch]
+    (length, rate), window = tile(pattern, branch, "portable programs")
     batch_size, num_tokens, group, device = q.shape[0], q.shape[1], q.shape[2] // k.shape[2], q.device
     # A longer segment is one segment of all tokens; where nothing says that it is longer, it is as if tokens followed.
-    if _always(num_tokens <= length):
-        length = num_tokens
+    if _always(num_tokens <= (length if window is None else window.size)):
+        length, window = num_tokens, None
     num_segments, num_rows = (num_tokens + length - 1) // length, (length + rate - 1) // rate
     if not isinstance(length, int):
         num_rows += 2  # that nothing sees: torch's product asks whether a symbol is at least 2, and the answer must be yes
@@ -89,25 +89,31 @@ def _attend_branch(
     softmax = torch.arange(batch_size * num_segments * lanes, device=device)[:, None]  # (Z, 1): batch, segment, lane
     lane, batch = softmax % lanes, softmax // (num_segments * lanes)
     start = (softmax // lanes - batch * num_segments) * length  # not by %: the ONNX exporter has none for symbols
-    row = torch.arange(num_rows, device=device)
-    token, is_padding = locate(row, start, Kept(length, rate, offset[lane]), num_tokens)  # (Z, R)
+    row = key_row = torch.arange(num_rows, device=device)
+    places = token, is_padding = locate(row, start, Kept(length, rate, offset[lane]), num_tokens)  # (Z, R)
+    if window is not None:
+        low, high = window.band(is_causal=op_options.is_causal)
+        key_row = torch.arange(low, num_rows + high, device=device)
+        token, is_padding = locate_near(key_row, start, num_tokens)
 
-    def rows(x: Tensor, head: Tensor) -> Tensor:
+    def rows(x: Tensor, head: Tensor, token: Tensor, is_padding: Tensor) -> Tensor:
         return x[batch, token, head].to(accumulated(x.dtype)).masked_fill(is_padding[..., None], 0.0)  # (Z, R, D)
 
     visible = ~is_padding if key_padding_mask is None else ~(is_padding | key_padding_mask[batch, token])
-    if pattern.zero_padding and not op_options.is_causal:
+    if pattern.zero_padding and not op_options.is_causal and branch < len(pattern.segment_lengths):
         # Rows after the last token are zero keys: those of a whole segment, or up to a multiple of the rate in a shorter one.
         is_longer = torch.full((), num_tokens, device=device) > length
         visible = visible | is_padding & (is_longer | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
     visible = visible[:, None]
     if op_options.is_causal:
-        visible = visible & (row <= row[:, None])
+        visible = visible & (key_row <= row[:, None])
+    if window is not None:
+        visible = visible & window.joins(row[:, None], key_row)
 
     head = first + lane
-    scores = torch.bmm(rows(q, head), rows(k, head // group).transpose(1, 2)) * op_options.scale
+    scores = torch.bmm(rows(q, head, *places), rows(k, head // group, token, is_padding).transpose(1, 2)) * op_options.scale
     weights, lse = normalised(scores.masked_fill(~visible, -math.inf), dim=-1)
-    out, lse = torch.bmm(weights, rows(v, head // group)), lse[..., 0]
+    out, lse = torch.bmm(weights, rows(v, head // group, token, is_padding)), lse[..., 0]
 
     n, lane = torch.arange(num_tokens, device=device)[:, None], torch.arange(lanes, device=device)
     segment = n // length

@@ -98,6 +98,8 @@ def _why_not_4(request: DispatchKey) -> str | None:
         return f"head_dim must be at most 128, or 256, for {where}, got {request.head_dim}; use backend='sdpa'"
     if capability != (9, 0) and head_dim == 256 and _has_lse_gradient(request):
         return f"flash-attn-4 has no gradient of lse at head_dim 256 on {request.hardware.name}; use backend='sdpa'"
+    if capability != (9, 0) and head_dim == 256 and request.window:
+        return f"flash-attn-4 has no window at head_dim 256 on {request.hardware.name}; use backend='sdpa'"
     if INSTALLED_4 is None:
         return "flash-attn-4 is not installed (pip install 'flexdilated[flash]')"
     least, newest = VERSIONS_4
@@ -142,7 +144,8 @@ KERNELS = (
         flash_kernels.backward,
         head_dim_multiple=8,
         takes_dlse=True,
+        windows="bounds",
         writes=True,
     ),
-    Kernel("flash_attn", _why_not_2, flash_kernels.forward_2, flash_kernels.backward_2, head_dim_multiple=8),
+    Kernel("flash_attn", _why_not_2, flash_kernels.forward_2, flash_kernels.backward_2, head_dim_multiple=8, windows="bounds"),
 )

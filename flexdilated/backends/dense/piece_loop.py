@@ -77,13 +77,10 @@ class PieceLoop:
         self.detaches = op_options.pattern.detach_weights and len(op_options.pattern.branches) > 1
         self._backend = op_options.engine
         pattern = op_options.pattern
-        self._request = DispatchKey.of(
-            q, k, key_padding_mask, cu_seqlens, op_options.dropout_p, windows_alone=pattern.windows_alone
-        )
+        wanted = {"window": pattern.window is not None, "windows_alone": pattern.windows_alone}
+        self._request = DispatchKey.of(q, k, key_padding_mask, cu_seqlens, op_options.dropout_p, **wanted)
         self.kernel = choose_kernel(op_options.engine, self._request)
         if pattern.window is not None and self.kernel.windows != "bounds":
-            if self.kernel.in_place is not None:
-                raise NotImplementedError(f"{self.kernel.name} has no windows; use backend='sdpa'")
             pieces = dense_pieces(pieces, self.kernel.windows == "mask", pattern.windows_alone)
         self.pieces = pieces
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()

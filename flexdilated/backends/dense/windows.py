@@ -16,7 +16,7 @@ from flexdilated.core.pieces import UNBOUNDED, Piece
 LEAST_CHUNK, MOST_CHUNK, LONG = 64, 512, 2048
 
 
-@recent(size=lambda found, *arguments: PIECE_BYTES * len(found))
+@recent(size=lambda found, *arguments, **options: PIECE_BYTES * len(found))
 def dense_pieces(pieces: tuple[Piece, ...], masks: bool, alone: bool) -> tuple[Piece, ...]:
     """Pieces whose windows are cut for dense kernels.
 

@@ -22,10 +22,10 @@ from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.lse import with_zero_keys
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.pieces import UNBOUNDED, Piece, plan_pieces
 from flexdilated.core.tracing import TRACES_FUNCTIONS, uncached
 from flexdilated.masks.block_mask import block_mask_for
-from flexdilated.masks.functions import mask_mod_of, score_mod_of
+from flexdilated.masks.functions import has_several, mask_mod_of, score_mod_of
 
 
 def _kind(call: Call) -> tuple[Hashable, ...]:
@@ -181,13 +181,12 @@ def _fused(
         return multiplicity(score, b, h, q_idx, kv_idx)
 
     narrows = key_padding_mask is not None or user_mask is not None
-    has_several = pattern.heads == "all" and len(pattern.branches) > 1
     out, lse = run_kernel(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         call,
-        score_mod=score_mod if has_several or user_score is not None else None,
+        score_mod=score_mod if has_several(pattern) or user_score is not None else None,
         block_mask=block_mask_for(
             plain,
             heads,
@@ -254,6 +253,8 @@ def _lanes(
     length, stride = (torch.full((), n, dtype=torch.int32, device=device) for n in (piece.rows, piece.row_stride))
     segment_stride = torch.full((), piece.segment_stride, dtype=torch.int32, device=device)
     is_causal, user_score, user_mask = call.is_causal, call.score_mod, call.mask_mod
+    is_window = piece.low > -UNBOUNDED
+    window_size = torch.full((), 1 - piece.low, dtype=torch.int32, device=device) if is_window else length
     positioned = user_score is not None or user_mask is not None or key_padding_mask is not None
     batch_of = token_of = head_of = begin = length  # a compiler reads all that a function holds, unused too
     if positioned:
@@ -264,7 +265,9 @@ def _lanes(
         return token_of[lane] + row // length * segment_stride + row % length * stride
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        visible = q_idx // length == kv_idx // length
+        visible = q_idx - kv_idx < window_size if is_window else q_idx // length == kv_idx // length
+        if is_window and not is_causal:
+            visible = visible & (kv_idx - q_idx < window_size)
         if is_causal:
             visible = visible & (q_idx >= kv_idx)
         if key_padding_mask is not None:
@@ -277,7 +280,7 @@ def _lanes(
         assert user_score is not None
         return user_score(score, batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
 
-    diagonal = DilatedPattern((piece.rows,), (1,))
+    diagonal = DilatedPattern(window=1 - piece.low) if is_window else DilatedPattern((piece.rows,), (1,))
     narrows = key_padding_mask is not None or user_mask is not None
     out, lse = run_kernel(
         q,
@@ -288,6 +291,7 @@ def _lanes(
         block_mask=block_mask_for(
             diagonal, 1, 1, seq_len=rows, is_causal=is_causal, device=device, mask_mod=mask_mod, narrows=narrows
         ),
+        like="window" if is_window else None,
     )
     assert lse is not None
     return out, lse

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from flexdilated.core.branch import Window
 from flexdilated.core.encoding import decode, encode
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.pieces import UNBOUNDED, Piece, plan_pieces
 from flexdilated.core.tracing import answers_while_traced
-from flexdilated.masks.blocks import head_branches
+from flexdilated.masks.blocks import HeadBranch, head_branches
 
 Layout = Literal["packed", "fused"]
 BLOCK = 128
@@ -58,7 +59,9 @@ def packed_cost(pattern: DilatedPattern, shape: Shape) -> Cost:
     for piece in pieces:
         lanes = shape.batch * piece.offsets * piece.heads * group
         rows = piece.segments * piece.rows
-        if mergeable(piece):
+        if piece.low > -UNBOUNDED:
+            tiles += lanes * _tiles(Window(1 - piece.low), rows, shape.is_causal)
+        elif mergeable(piece):
             tiles += lanes * _diagonal_tiles(piece.rows, rows, shape.is_causal)
         else:
             tiles += lanes * piece.segments * _diagonal_tiles(piece.rows, piece.rows, shape.is_causal)
@@ -72,7 +75,7 @@ def fused_cost(pattern: DilatedPattern, shape: Shape) -> Cost:
     tiles = 0
     for head in range(shape.num_kv_heads):
         branches = head_branches(pattern, head, shape.num_kv_heads, shape.num_tokens)
-        tiles += max([0, *(_diagonal_tiles(b.length, shape.num_tokens, shape.is_causal) for b in branches if b.rate <= BLOCK)])
+        tiles += max([0, *(_tiles(branch, shape.num_tokens, shape.is_causal) for branch in branches)])
     tiles *= shape.batch * (shape.num_heads // shape.num_kv_heads)
     return Cost(tiles, 1, 4 * shape.batch * shape.num_tokens * shape.num_heads * shape.head_dim * shape.element)
 
@@ -92,6 +95,19 @@ def _choose_layout(sizes: tuple[Any, ...], encoded_pattern: list[int]) -> Layout
 def mergeable(piece: Piece) -> bool:
     """Whether the rows of all segments follow one another at one distance, so that they are one long sequence."""
     return piece.segments == 1 or piece.segment_stride == piece.rows * piece.row_stride
+
+
+@lru_cache(maxsize=256)
+def _tiles(branch: HeadBranch, rows: int, is_causal: bool) -> int:
+    """Tiles that a branch touches in a sequence of `rows`; 0 for a rate above a block."""
+    if not isinstance(branch, Window):
+        return _diagonal_tiles(branch.length, rows, is_causal) if branch.rate <= BLOCK else 0
+    low, high = branch.band(is_causal=is_causal)
+    tiles = 0
+    for start in range(0, rows, BLOCK):
+        last = min(start + BLOCK, rows) - 1
+        tiles += min(last + high, rows - 1) // BLOCK - max(0, start + low) // BLOCK + 1
+    return tiles
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Attention of rows of one segment by flex_attention, for segments that span more than one shard."""
+"""Attention of rows of one segment or window by flex_attention, for those that span more than one shard."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from flexdilated.backends.flex.backend import run_kernel
 from flexdilated.backends.flex.cost import BLOCK
 from flexdilated.backends.kernel import GRID_LIMIT
+from flexdilated.core.branch import ceil_div
 from flexdilated.core.call import Call
 from flexdilated.core.functorch import in_no_mode
-from flexdilated.masks.block_mask import assemble
-from flexdilated.masks.blocks import BlockLists
+from flexdilated.masks.block_mask import assemble, by_head
+from flexdilated.masks.blocks import BlockLists, band_lists
 
 
 class Lanes(NamedTuple):
@@ -26,6 +27,7 @@ class Lanes(NamedTuple):
     stride: int  # tokens from one row to the next
     first_query: int  # row of query 0
     first_key: int  # row of key 0
+    window: int | None = None  # size of the window that rows, which are then tokens, are near in; None: they are of one segment
 
     def part(self, span: slice) -> Lanes:
         """The positions of a range of lanes."""
@@ -56,13 +58,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, lanes: Lane
     device, shift = q.device, lanes.first_query - lanes.first_key
     is_causal, user_score, user_mask = call.is_causal, call.score_mod, call.mask_mod
     batch_of, head_of, token_of = lanes.batch, lanes.heads, lanes.tokens
+    queries, keys, has_window = q.shape[2], k.shape[2], lanes.window is not None
+    low = -queries if lanes.window is None else max(-queries, shift + 1 - lanes.window)
+    high = shift if is_causal else keys if lanes.window is None else min(keys, shift + lanes.window - 1)
     # Tensors instead of numbers: one compiled kernel serves every segment.
-    stride, first_query, first_key, shift_tensor = (
-        torch.full((), n, dtype=torch.int32, device=device) for n in (lanes.stride, lanes.first_query, lanes.first_key, shift)
+    stride, first_query, first_key, low_tensor, high_tensor = (
+        torch.full((), n, dtype=torch.int32, device=device) for n in (lanes.stride, lanes.first_query, lanes.first_key, low, high)
     )
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        visible = kv_idx <= q_idx + shift_tensor if is_causal else kv_idx >= 0
+        visible = kv_idx - q_idx <= high_tensor if is_causal or has_window else kv_idx >= 0
+        if has_window:
+            visible = visible & (kv_idx - q_idx >= low_tensor)
         if ignored is not None:
             visible = visible & ~ignored[b, kv_idx]
         if user_mask is not None:
@@ -80,38 +87,28 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, lanes: Lane
         return token_of[lane] + (first_key + row) * stride
 
     narrows = ignored is not None or user_mask is not None
-    kv, queries = _lists(q.shape[2], k.shape[2], shift if is_causal else None, not narrows, device)
-    block_mask = assemble(kv, queries, (q.shape[2], k.shape[2]), (BLOCK, BLOCK), mask_mod)
-    out, lse = run_kernel(q, k, v, call, score_mod=None if user_score is None else score_mod, block_mask=block_mask, like="rows")
+    kv, q_lists = _lists(queries, keys, (low, high), not narrows, device)
+    block_mask = assemble(kv, q_lists, (queries, keys), (BLOCK, BLOCK), mask_mod)
+    like = "rows of a window" if has_window else "rows"
+    out, lse = run_kernel(q, k, v, call, score_mod=None if user_score is None else score_mod, block_mask=block_mask, like=like)
     assert lse is not None
     return out, lse
 
 
 @lru_cache(maxsize=64)
 @in_no_mode
-def _lists(queries: int, keys: int, shift: int | None, separate_full: bool, device: torch.device) -> tuple[BlockLists, BlockLists]:
+def _lists(
+    queries: int, keys: int, band: tuple[int, int], separate_full: bool, device: torch.device
+) -> tuple[BlockLists, BlockLists]:
     """The blocks of keys that each block of queries sees, and the blocks of queries that see each block of keys.
 
     Args:
-        queries: Number of queries; query `m` sees the keys `0 ... m + shift`.
+        queries: Number of queries; query `m` sees the keys `m + band[0] ... m + band[1]`.
         keys: Number of keys.
-        shift: None: every query sees all keys.
+        band: As above.
         separate_full: Whether blocks whose every pair is seen are listed as full; a block past the end never is.
         device: Where they live.
     """
-    first = torch.arange(0, queries, BLOCK, device="cpu")[:, None]  # query of a block of rows
-    last = (first + BLOCK).clamp_max(queries) - 1
-    begin = torch.arange(0, keys, BLOCK, device="cpu")  # key of a block of columns
-    end = begin + BLOCK - 1
-    visible = torch.ones(len(first), len(begin), dtype=torch.bool, device="cpu") if shift is None else begin <= last + shift
-    is_full = (end < keys) & (first + BLOCK <= queries) & (visible if shift is None else end <= first + shift) & separate_full
-    partial = visible & ~is_full
-    kv, q = (BlockLists(*_listed(a, device), *_listed(b, device)) for a, b in ((partial, is_full), (partial.T, is_full.T)))
-    return kv, q
-
-
-def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Counts `(1, 1, rows)` of a boolean table of blocks, and indices `(1, 1, rows, columns)`, true blocks first."""
-    counts = blocks.sum(dim=1, dtype=torch.int32)
-    order = torch.argsort(blocks.to(torch.uint8), dim=1, descending=True, stable=True)
-    return counts[None, None].to(device), order.to(device, torch.int32)[None, None].contiguous()
+    kv = band_lists(queries, keys, band, BLOCK, separate_full=separate_full)
+    q = band_lists(keys, queries, (-band[1], -band[0]), BLOCK, separate_full=separate_full)
+    return by_head([kv], [0], ceil_div(keys, BLOCK), device), by_head([q], [0], ceil_div(queries, BLOCK), device)

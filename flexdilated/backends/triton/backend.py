@@ -142,5 +142,6 @@ KERNEL = Kernel(
     lambda *given: _launches().dense_forward(*given),
     lambda *tensors, options, dlse=None: _launches().dense_backward(*tensors, options=options, dlse=dlse),
     takes_dlse=True,
+    windows="bounds",
     in_place=_launches,
 )

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 from flexdilated.backends.triton.places import (
+    BAND,
     PIECE_FIELDS,
+    band_tiles,
     load_described,
     load_rows,
     load_seen,
@@ -65,13 +67,14 @@ def prepare(
 @triton.jit
 def keys_tiles(
     dk, dv, k, v, Q, DOUT, ROWS, DQ, first, edges, last, tiles, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n,
-    keys, queries, scale, in_row, GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    PADDED: tl.constexpr, DESCRIBED: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    keys, queries, scale, in_row, low, high, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys `n` and their values after `tiles` more tiles of queries of each head. Queries after the end weigh nothing.
 
-    The tiles are neighbours from query `first` on; where masked, only `edges` of them, and perhaps one that begins at `last`.
+    The tiles are neighbours from query `first` on; where masked, only `edges` of them, and perhaps one that begins at `last`. For a
+    window, any number of tiles begin there.
     """
     # The first tile of a loop is loaded ahead of it if there is one, and what leads to it is computed in any case: by a division by
     # 0 the compiler would conclude that there is one, and the load would arrive in shared memory that is used again by then.
@@ -80,7 +83,8 @@ def keys_tiles(
         for i in range(GROUP * tiles):
             g = (i // some).to(tl.int64) if GROUP > 1 else 0
             t = i % some if GROUP > 1 else i
-            j = tl.where(t < edges, first + t * BLOCK_M, last) if MASKED else first + t * BLOCK_M
+            later = last + (t - edges) * BLOCK_M if WINDOWED else last
+            j = tl.where(t < edges, first + t * BLOCK_M, later) if MASKED else first + t * BLOCK_M
             m = j + tl.arange(0, BLOCK_M)
             at = tl.cast(j, tl.int64)
             if DESCRIBED:
@@ -92,7 +96,11 @@ def keys_tiles(
             lse = tl.load(rows, mask=m < queries, other=INFINITY) if MASKED else tl.load(rows)
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # keys down, queries across
             p = tl.exp2(scores * scale - lse[None, :])
-            if MASKED and CAUSAL:
+            if MASKED and WINDOWED:
+                apart = n[:, None] - m[None, :]
+                joined = (apart >= low) & (apart <= high)
+                p = tl.where(joined & (n < keys)[:, None] if SUMS else joined, p, 0.0)
+            elif MASKED and CAUSAL:
                 p = tl.where(m[None, :] >= n[:, None], p, 0.0)
             elif MASKED and SUMS:  # dq would have infinity times a key of zeros
                 p = tl.where((n < keys)[:, None], p, 0.0)
@@ -117,17 +125,17 @@ def store(GRAD, grad, stored, in_row, ADDS: tl.constexpr):
     tl.store(GRAD, grad.to(GRAD.dtype.element_ty), mask=stored[:, None] & in_row[None, :])
 
 
-@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dk", "dv", "dq"), *ROWS_AND_MASK, *PIECE_FIELDS))
+@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dk", "dv", "dq"), *ROWS_AND_MASK, *PIECE_FIELDS, *BAND))
 def differentiate_keys(
     Q, K, V, DOUT, ROWS, IGNORED, TABLE, OWNERS, DK, DV, DQ,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
     dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, dq_batch, dq_token, dq_head, rows_batch, rows_head,
     ignored_batch, ignored_token,
     tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride, queries, keys, zero_keys,
-    score_scale, scale,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, SUMS: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    low, high, score_scale, scale,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr,
+    SUMS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr,
+    DESCRIBED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys: one flat loop over its queries, tile after tile and head after head of the group.
 
@@ -139,8 +147,8 @@ def differentiate_keys(
     if TABLED:
         (
             program, tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride,
-            queries, keys, _,
-        ) = own_piece(TABLE, OWNERS)  # fmt: skip
+            queries, keys, _, low, high,
+        ) = own_piece(TABLE, OWNERS, WINDOWED)  # fmt: skip
     tile = program % tiles
     b, kv_head, _, first = place(
         program // tiles, 1, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step
@@ -181,16 +189,26 @@ def differentiate_keys(
     wholes = tl.maximum(queries // BLOCK_M - middle // BLOCK_M, 0)
     last = middle + wholes * BLOCK_M
     masked = edges + (last < queries).to(tl.int32)
+    if WINDOWED:  # edges before and after the wholes
+        begin, middle, stop, end = band_tiles(
+            tile * BLOCK_N, tl.minimum(tile * BLOCK_N + BLOCK_N, keys), -high, -low, queries, BLOCK_M
+        )  # fmt: skip
+        if SUMS:
+            stop = tl.where(tile * BLOCK_N + BLOCK_N > keys, middle, stop)
+        edges, wholes, last = (middle - begin) // BLOCK_M, (stop - middle) // BLOCK_M, stop
+        masked = tl.maximum(tl.cdiv(end - begin, BLOCK_M) - wholes, 0)
     if IGNORES:
         any_seen = tl.max(seen.to(tl.int32))
         wholes, masked = wholes * any_seen, masked * any_seen
     dk, dv = keys_tiles(
         dk, dv, k, v, Q, DOUT, ROWS, DQ, middle, 0, 0, wholes, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, keys,
-        queries, score_scale, in_row, GROUP, CAUSAL, False, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M, BLOCK_D,
+        queries, score_scale, in_row, low, high, GROUP, CAUSAL, WINDOWED, False, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M,
+        BLOCK_D,
     )  # fmt: skip
     dk, dv = keys_tiles(
         dk, dv, k, v, Q, DOUT, ROWS, DQ, begin, edges, last, masked, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n,
-        keys, queries, score_scale, in_row, GROUP, CAUSAL, True, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M, BLOCK_D,
+        keys, queries, score_scale, in_row, low, high, GROUP, CAUSAL, WINDOWED, True, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M,
+        BLOCK_D,
     )  # fmt: skip
 
     if IGNORES:  # scores of ignored keys are no scores
@@ -205,12 +223,13 @@ def differentiate_keys(
 @triton.jit
 def queries_tiles(
     dq, q, dout, lse, delta, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, scale, in_row,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    low, high, middle, skipped, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr,
+    PADDED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of queries `m` after keys `start` to `end`."""
+    """The gradient of queries `m` after keys `start` to `end`; of a window as in `attend_tiles`."""
     if start < end:  # or no product overlaps another, as in `attend_tiles`
-        for j in range(start, end, BLOCK_N):
+        for i in range(start, end, BLOCK_N):
+            j = tl.where(i < middle, i, i + skipped) if MASKED and WINDOWED else i
             n = j + tl.arange(0, BLOCK_N)
             at = tl.cast(j, tl.int64)
             there = load_seen(IGNORED, n, ignored_step, keys, IGNORES)
@@ -223,7 +242,9 @@ def queries_tiles(
             p = tl.exp2(scores * scale - lse[:, None])
             if MASKED:
                 seen = there[None, :]
-                if CAUSAL:
+                if WINDOWED:
+                    seen = seen & (n[None, :] - m[:, None] >= low) & (n[None, :] - m[:, None] <= high)
+                elif CAUSAL:
                     seen = seen & (m[:, None] >= n[None, :])
                 p = tl.where(seen, p, 0.0)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
@@ -232,16 +253,16 @@ def queries_tiles(
     return dq
 
 
-@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dq"), *ROWS_AND_MASK, *PIECE_FIELDS))
+@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dq"), *ROWS_AND_MASK, *PIECE_FIELDS, *BAND))
 def differentiate_queries(
     Q, K, V, DOUT, ROWS, IGNORED, TABLE, OWNERS, DQ,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
     dq_batch, dq_token, dq_head, rows_batch, rows_head, ignored_batch, ignored_token,
     tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride, queries, keys, zero_keys,
-    score_scale, scale,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    low, high, score_scale, scale,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries."""
     PADDED: tl.constexpr = BLOCK_D != D
@@ -249,8 +270,8 @@ def differentiate_queries(
     if TABLED:
         (
             program, tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride,
-            queries, keys, _,
-        ) = own_piece(TABLE, OWNERS)  # fmt: skip
+            queries, keys, _, low, high,
+        ) = own_piece(TABLE, OWNERS, WINDOWED)  # fmt: skip
     tile = tiles - 1 - program % tiles  # where causal, the long ones first
     b, kv_head, g, first = place(
         program // tiles, GROUP, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step
@@ -277,21 +298,29 @@ def differentiate_queries(
     delta = tl.load(ROWS + 1, mask=m < queries, other=0.0)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start = 0
+    start, middle = 0, 0
     end = tl.minimum(tile * BLOCK_M + BLOCK_M, keys) if CAUSAL else keys
-    if IGNORES:
-        start, end = seen_range(IGNORED, ignored_step, end, keys, SCANNED)
-        start = start // BLOCK_N * BLOCK_N
-    else:
-        whole = (tl.minimum(tile * BLOCK_M, keys) if CAUSAL else keys) // BLOCK_N * BLOCK_N
-        dq = queries_tiles(
-            dq, q, dout, lse, delta, K, V, IGNORED, 0, whole, k_step, v_step, ignored_step, m, keys, score_scale, in_row,
-            CAUSAL, False, False, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
+    stop = (tl.minimum(tile * BLOCK_M, keys) if CAUSAL else keys) // BLOCK_N * BLOCK_N
+    if WINDOWED:
+        start, middle, stop, end = band_tiles(
+            tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, queries), low, high, keys, BLOCK_N
         )  # fmt: skip
-        start = whole
+    if IGNORES:
+        start, end = seen_range(IGNORED, ignored_step, start, end, keys, SCANNED)
+        start = start // BLOCK_N * BLOCK_N
+        stop = middle
+    else:
+        dq = queries_tiles(
+            dq, q, dout, lse, delta, K, V, IGNORED, middle, stop, k_step, v_step, ignored_step, m, keys, score_scale, in_row,
+            low, high, 0, 0, CAUSAL, WINDOWED, False, False, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        if WINDOWED:
+            end -= stop - middle
+        else:
+            start = stop
     dq = queries_tiles(
         dq, q, dout, lse, delta, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, score_scale, in_row,
-        CAUSAL, True, IGNORES, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
+        low, high, middle, stop - middle, CAUSAL, WINDOWED, True, IGNORES, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
     dq_step = step_of(row_stride, dq_token, UNIT, WIDE)

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 from flexdilated.backends.triton.places import (
+    BAND,
     PIECE_FIELDS,
+    band_tiles,
     load_described,
     load_rows,
     load_seen,
@@ -25,16 +27,20 @@ SCANNED = tl.constexpr(1024)  # columns of a key padding mask at once
 @triton.jit
 def attend_tiles(
     top, total, acc, q, K, V, lane, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, scale, in_row,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
-    HOST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    low, high, middle, skipped, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr,
+    PADDED: tl.constexpr, DESCRIBED: tl.constexpr, HOST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The running softmax of queries `m` after keys `start` to `end`: largest score (base 2), sum of weights, weighted values.
+
+    For a window, the masked loop skips `skipped` keys from key `middle` on: the tiles that the unmasked loop takes.
 
     The condition repeats what the loop tests itself. Without it ptxas makes a kernel for sm_90 wait after every product, because a
     loop may have no turns (its warning C7515).
     """
     if start < end:
-        for j in range(start, end, BLOCK_N):
+        for i in range(start, end, BLOCK_N):
+            j = tl.where(i < middle, i, i + skipped) if MASKED and WINDOWED else i
             n = j + tl.arange(0, BLOCK_N)
             at = tl.cast(j, tl.int64)
             there = load_seen(IGNORED, n, ignored_step, keys, IGNORES)
@@ -45,7 +51,9 @@ def attend_tiles(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if MASKED:
                 seen = there[None, :]
-                if CAUSAL:
+                if WINDOWED:
+                    seen = seen & (n[None, :] - m[:, None] >= low) & (n[None, :] - m[:, None] <= high)
+                elif CAUSAL:
                     seen = seen & (m[:, None] >= n[None, :])
                 scores = tl.where(seen, scores * scale, -INFINITY)
                 new = tl.maximum(top, tl.max(scores, 1))
@@ -89,6 +97,7 @@ def merge(OUT, LSE, acc, lse, stored, in_row):
         "ignored_batch",
         "ignored_token",
         *PIECE_FIELDS,
+        *BAND,
     )
 )
 def attend(
@@ -96,10 +105,10 @@ def attend(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     lse_batch, lse_head, ignored_batch, ignored_token,
     tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride, queries, keys, zero_keys,
-    scale,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, END: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr, HOST: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    low, high, scale,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, IGNORES: tl.constexpr, END: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr,
+    HOST: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries. `END` is what becomes of its output: `"write"`, `"merge"`, or `"delta"`.
 
@@ -113,8 +122,8 @@ def attend(
     if TABLED:
         (
             program, tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride,
-            queries, keys, zero_keys,
-        ) = own_piece(TABLE, OWNERS)  # fmt: skip
+            queries, keys, zero_keys, low, high,
+        ) = own_piece(TABLE, OWNERS, WINDOWED)  # fmt: skip
     tile = tiles - 1 - program % tiles  # where causal, the long ones first
     b, kv_head, g, first = place(
         program // tiles, GROUP, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step
@@ -142,21 +151,29 @@ def attend(
     top = tl.where(m * 0 + zero_keys > 0, 0.0, -INFINITY)
     total = tl.zeros([BLOCK_M], tl.float32) + zero_keys
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start = 0
+    start, middle = 0, 0
     end = tl.minimum(tile * BLOCK_M + BLOCK_M, keys) if CAUSAL else keys
-    if IGNORES:
-        start, end = seen_range(IGNORED, ignored_step, end, keys, SCANNED)
-        start = start // BLOCK_N * BLOCK_N
-    else:  # tiles that every query sees whole, before those that take a mask
-        whole = (tl.minimum(tile * BLOCK_M, keys) if CAUSAL else keys) // BLOCK_N * BLOCK_N
-        top, total, acc = attend_tiles(
-            top, total, acc, q, K, V, lane, IGNORED, 0, whole, k_step, v_step, ignored_step, m, keys, scale, in_row,
-            CAUSAL, False, False, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D,
+    stop = (tl.minimum(tile * BLOCK_M, keys) if CAUSAL else keys) // BLOCK_N * BLOCK_N
+    if WINDOWED:
+        start, middle, stop, end = band_tiles(
+            tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, queries), low, high, keys, BLOCK_N
         )  # fmt: skip
-        start = whole
+    if IGNORES:
+        start, end = seen_range(IGNORED, ignored_step, start, end, keys, SCANNED)
+        start = start // BLOCK_N * BLOCK_N
+        stop = middle
+    else:  # tiles of keys that every query sees, before those that take a mask
+        top, total, acc = attend_tiles(
+            top, total, acc, q, K, V, lane, IGNORED, middle, stop, k_step, v_step, ignored_step, m, keys, scale, in_row,
+            low, high, 0, 0, CAUSAL, WINDOWED, False, False, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        if WINDOWED:
+            end -= stop - middle
+        else:
+            start = stop
     top, total, acc = attend_tiles(
         top, total, acc, q, K, V, lane, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, scale, in_row,
-        CAUSAL, True, IGNORES, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D,
+        low, high, middle, stop - middle, CAUSAL, WINDOWED, True, IGNORES, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
     reached = total != 0.0  # NaN is reached: it stays

@@ -54,9 +54,9 @@ def _groups(pieces: tuple[Piece, ...], warms: bool) -> tuple[PieceGroup, ...]:
 
 def together(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """The pieces of each launch, those of the longest segments first, so that no long piece is left for the end."""
-    by_branch: dict[tuple[int, bool], list[Piece]] = {}
+    by_branch: dict[tuple[int, bool, bool], list[Piece]] = {}
     for piece in pieces:
-        by_branch.setdefault((piece.branch, piece.rows >= LEAST_DESCRIBED_ROWS), []).append(piece)
+        by_branch.setdefault((piece.branch, piece.is_banded, piece.rows >= LEAST_DESCRIBED_ROWS), []).append(piece)
     launches: list[list[Piece]] = []
     for group in by_branch.values():
         launches += [sorted(group, key=lambda piece: -piece.rows)] if len(group) >= LEAST else [[piece] for piece in group]

@@ -52,7 +52,9 @@ MOST_PLANS, MOST_PIECES = 256, 64
 
 
 class Launch(NamedTuple):
-    """The arguments of a launch except tensors and scales: `numbers` are strides and, without a table, the integers `PIECE_FIELDS`.
+    """The arguments of a launch except tensors and scales: `numbers` are strides, `PIECE_FIELDS` and `BAND`.
+
+    In a launch by a table the integers `PIECE_FIELDS` are 0; those of `BAND` are None except for a window.
 
     `hosted`: the piece whose keys and values the host describes.
     """
@@ -60,7 +62,7 @@ class Launch(NamedTuple):
     kernel: Any
     programs: int
     table: tuple[Sequence[Any], Any] | None  # what `table_of` takes
-    numbers: tuple[int, ...]
+    numbers: tuple[int | None, ...]
     constants: dict[str, Any]
     tiles: TileConfig
     hosted: Piece | None = None
@@ -157,7 +159,10 @@ def dense_backward(
 
 
 def _whole(q: Tensor, k: Tensor, options: Options) -> tuple[Piece]:
-    """All queries `(B, M, H, D)` against all keys `(B, N, Hkv, D)`."""
+    """All queries `(B, M, H, D)` against all keys `(B, N, Hkv, D)`, or those in the band of the options."""
+    low, high = (-UNBOUNDED, 0 if options.is_causal else UNBOUNDED) if options.band is None else options.band
+    if options.band is not None:  # kernels hold them in 32 bits
+        low, high = max(low, -q.shape[1]), min(high, k.shape[1])
     one = Piece(
         token=0,
         segments=1,
@@ -171,8 +176,8 @@ def _whole(q: Tensor, k: Tensor, options: Options) -> tuple[Piece]:
         row_stride=1,
         key_token=0,
         keys=k.shape[1],
-        low=-UNBOUNDED,
-        high=0 if options.is_causal else UNBOUNDED,
+        low=low,
+        high=high,
         zero_keys=0,
         covers=True,
         branch=0,
@@ -366,9 +371,12 @@ def _over(
 ) -> Launch:
     """The launch over a piece, or by a table over many: of a piece of arrays, `_numbers` are columns of that table."""
     numbers, programs = _numbers(piece, queries, tiles), tiles * lanes
+    band = (piece.low, piece.high) if constants["WINDOWED"] else ()
+    absent = () if band else (None, None)
+    numbers += band
     if isinstance(programs, int):
-        return Launch(kernel, programs, None, (*strides, *numbers), constants, of)
-    return Launch(kernel, int(programs.sum()), (numbers, programs), (*strides, *(0,) * len(numbers)), constants, of)
+        return Launch(kernel, programs, None, (*strides, *numbers, *absent), constants, of)
+    return Launch(kernel, int(programs.sum()), (numbers, programs), (*strides, *(0,) * len(numbers), *absent), constants, of)
 
 
 def _numbers(piece: Piece, queries: int, tiles: int) -> tuple[int, ...]:
@@ -414,7 +422,9 @@ def _constants(q: Tensor, k: Tensor, *others: Tensor, group: PieceGroup, options
     """What every launch over a group is compiled for."""
     widest = max(x.stride(1) for x in (q, k, *others))
     precision = "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee"
-    call = {"GROUP": q.shape[2] // k.shape[2], "CAUSAL": options.is_causal, "IGNORES": options.ignored is not None}
+    windowed = group.one.is_banded
+    call = {"GROUP": q.shape[2] // k.shape[2], "CAUSAL": options.is_causal and not windowed, "WINDOWED": windowed}
+    call["IGNORES"] = options.ignored is not None
     memory = {"UNIT": unit_of(q), "WIDE": group.one.row_stride * widest * 256 >= 1 << 31, "TABLED": group.each is not group.one}
     blocks = {"D": q.shape[3], "BLOCK_D": padded(q.shape[3]), "BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys}
     return {**call, **memory, **blocks, "PRECISION": precision, "DESCRIBED": tiles.described}

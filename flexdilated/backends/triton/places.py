@@ -8,6 +8,7 @@ PIECE_FIELDS = (
     "tiles", "heads", "offsets", "segments", "token", "segment_stride", "head", "offset_head_step", "head_step", "row_stride",
     "queries", "keys", "zero_keys",
 )  # fmt: skip
+BAND = ("low", "high")  # the same for a window: its table alone has these columns
 # A row of a table of pieces: these, the first of the programs that compute the piece, and how many do.
 COLUMNS = tl.constexpr(len(PIECE_FIELDS) + 2)
 
@@ -42,16 +43,30 @@ def narrow(row, column):
 
 
 @triton.jit
-def own_piece(TABLE, OWNERS):
+def own_piece(TABLE, OWNERS, WINDOWED: tl.constexpr):
     """In a launch of many pieces: this program's number within its own, and that one's fields; `OWNERS` has the row of each."""
     program = tl.program_id(0)
-    row = TABLE + tl.load(OWNERS + program) * COLUMNS
+    columns: tl.constexpr = COLUMNS + 2 if WINDOWED else COLUMNS
+    row = TABLE + tl.load(OWNERS + program) * columns
     return (
-        program - narrow(row, COLUMNS - 2),
+        program - narrow(row, columns - 2),
         narrow(row, 0), narrow(row, 1), narrow(row, 2), narrow(row, 3),
         tl.load(row + 4), tl.load(row + 5),
         narrow(row, 6), narrow(row, 7), narrow(row, 8), narrow(row, 9), narrow(row, 10), narrow(row, 11), narrow(row, 12),
+        narrow(row, 13) if WINDOWED else 0, narrow(row, 14) if WINDOWED else 0,
     )  # fmt: skip
+
+
+@triton.jit
+def band_tiles(begin, end, low, high, rows, BLOCK: tl.constexpr):
+    """The tiles of `BLOCK` rows, of `rows` in all, that rows `begin` to `end` join: row `x` joins rows `x + low` to `x + high`.
+
+    Returns `(first, middle, stop, last)`: tiles are visited from row `first` to `last`, and need no mask from `middle` to `stop`.
+    """
+    first = tl.maximum(begin + low, 0) // BLOCK * BLOCK
+    middle = tl.cdiv(tl.maximum(end - 1 + low, 0), BLOCK) * BLOCK
+    stop = tl.maximum(tl.minimum(begin + 1 + high, rows), 0) // BLOCK * BLOCK
+    return first, middle, tl.maximum(stop, middle), tl.minimum(end + high, rows)
 
 
 @triton.jit
@@ -118,11 +133,11 @@ def load_seen(IGNORED, n, step, keys, IGNORES: tl.constexpr):
 
 
 @triton.jit
-def seen_range(IGNORED, step, end, keys, BLOCK: tl.constexpr):
-    """The first key that is not ignored and the last but one, of those before `end`: padding at either side is not computed."""
+def seen_range(IGNORED, step, begin, end, keys, BLOCK: tl.constexpr):
+    """The first key that is not ignored and the last but one, from `begin` to `end`: padding at either side is not computed."""
     first = end
     last = 0
-    for start in range(0, end, BLOCK):
+    for start in range(begin, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
         seen = load_seen(IGNORED, n, step, tl.minimum(keys, end), True)
         first = tl.minimum(first, tl.min(tl.where(seen, n, end)))

@@ -51,11 +51,23 @@ def pairs_by_rows(cut: CutSegments) -> Integers:
     """`(num_ranks,)` pairs if each rank computes its own outputs."""
     ranks, begin, end, num_tokens, count = cut.document_parts
     pairs = np.zeros(cut.num_ranks, np.int64)
-    for branch, (rate, heads) in enumerate(cut.kept):
-        w = np.minimum(cut.lengths[branch], num_tokens)
+    for length, (rate, heads) in zip(cut.lengths, cut.kept):
+        w = np.minimum(length, num_tokens)
         for offset, num_heads in Counter(offset for _, offset in heads).items():
             pairs_before = (_pairs_before(cut, position, num_tokens, w, rate, offset) for position in (begin, end))
             np.add.at(pairs, ranks, -num_heads * count * np.subtract(*pairs_before))
+    if cut.window is not None:
+        scored = _window_pairs(begin, end, cut.window.size)
+        if not cut.is_causal:  # the keys after a query are those before it in the reverse order
+            scored += _window_pairs(num_tokens - end, num_tokens - begin, cut.window.size) - (end - begin)
+        np.add.at(pairs, ranks, cut.num_kept[-1] * count * scored)
+    return pairs
+
+
+def _window_pairs(begin: Integers, end: Integers, size: int) -> Integers:
+    """The pairs of a causal window of one head whose queries are between two positions of a document."""
+    near, far = (np.minimum(position, size) for position in (begin, end))
+    pairs: Integers = (far * (far + 1) - near * (near + 1)) // 2 + (end - far - begin + near) * size
     return pairs
 
 
@@ -131,7 +143,7 @@ def assign_heads(cut: CutSegments, assigned: Booleans) -> HeadParts:
     begin = np.searchsorted(index[has_tokens], np.arange(len(segments) + 1)).tolist()
     parts: list[tuple[int, ...]] = []
     # The widest segments last: they have the most ranks, which can even out what is left.
-    branch, widths = chosen.branch.tolist(), [length for length, _ in cut.pattern.segments("the planner of ranks")]
+    branch, widths = chosen.branch.tolist(), [length for length, _ in cut.pattern.split("the planner of ranks")[0]]
     for number in sorted(range(len(segments)), key=lambda number: widths[branch[number]]):
         span = slice(begin[number], begin[number + 1])
         parts += _parts_of_segment(cut, int(segments[number]), ranks[span], tokens[span], pairs)

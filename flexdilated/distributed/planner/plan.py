@@ -25,7 +25,7 @@ KINDS = ("kv", "q")  # keys with values, queries; outputs with their lse go back
 class Spans(NamedTuple):
     """Intervals of tokens that one rank sends to another. Every field is a `(spans,)` array, ordered by branch, then by token.
 
-    For span `i`, rank `sender` sends the tokens `first ... end` of a segment to rank `receiver`, for the heads
+    For span `i`, rank `sender` sends the tokens `first ... end` of a segment or window to rank `receiver`, for the heads
     `place ... place + places` of the branch. Of these tokens a head with offset `o` needs every r-th one, those with
     `(token - origin) % r == o`, if `(o - residue) % r < residues`, and no token otherwise.
     """
@@ -35,7 +35,7 @@ class Spans(NamedTuple):
     sender: Integers  # rank
     first: Integers  # token of the whole sequence
     end: Integers  # token of the whole sequence, exclusive
-    origin: Integers  # first token of the segment
+    origin: Integers  # first token of the segment; of a window, any
     residue: Integers  # first offset that takes part
     residues: Integers  # number of offsets that take part, modulo the rate
     place: Integers  # index of the first head, among the branch's heads of these ranks
@@ -97,27 +97,33 @@ class ContextPlan(CutSegments):
         segments, low, high = self.all_segments.where(parts.segment), parts.low, parts.high
         if kind == "kv":
             low, high = np.zeros_like(low), high if self.is_causal else segments.size
-        first, end = segments.token + low, segments.token + high
-        holder = np.maximum(self.rank_of(first), senders.start)
-        last = np.minimum(self.rank_of(end - 1), senders.stop - 1)
-        part, rank = expand_ranges(holder, np.maximum(0, last - holder + 1))
-        first, end = np.maximum(first[part], self.limits[rank]), np.minimum(end[part], self.limits[rank + 1])
-        nonempty = np.flatnonzero((first < end) & (rank != parts.executor[part]))
-        part, rank, executor = part[nonempty], rank[nonempty], parts.executor[part[nonempty]]
-        branch, num_queries = segments.branch[part], (parts.high - parts.low)[part]
-        return Spans(
-            branch=branch,
-            receiver=executor,
-            sender=rank,
-            first=first[nonempty],
-            end=end[nonempty],
-            origin=segments.token[part],
+        rate = self.rates[segments.branch]
+        wanted = Spans(
+            branch=segments.branch,
+            receiver=parts.executor,
+            sender=parts.executor,
+            first=segments.token + low,
+            end=segments.token + high,
+            origin=segments.token,
             # Fewer queries than the rate ask for nothing of other offsets.
-            residue=parts.low[part] % self.rates[branch],
-            residues=np.minimum(num_queries, self.rates[branch]),
-            place=parts.place[part],
-            places=parts.places[part],
+            residue=parts.low % rate,
+            residues=np.minimum(parts.high - parts.low, rate),
+            place=parts.place,
+            places=parts.places,
         )
+        if kind == "kv":
+            rank, _, _, key, key_end = self.window_parts
+            branch, none, heads = (np.full_like(rank, number) for number in (len(self.rates) - 1, 0, self.num_kept[-1]))
+            near = Spans(branch, rank, rank, key, key_end, origin=key, residue=none, residues=none + 1, place=none, places=heads)
+            near = near.where((receivers.start <= rank) & (rank < receivers.stop))
+            wanted = Spans(*(np.concatenate(columns) for columns in zip(wanted, near)))
+        holder = np.maximum(self.rank_of(wanted.first), senders.start)
+        last = np.minimum(self.rank_of(wanted.end - 1), senders.stop - 1)
+        part, rank = expand_ranges(holder, np.maximum(0, last - holder + 1))
+        wanted = wanted.where(part)
+        first, end = np.maximum(wanted.first, self.limits[rank]), np.minimum(wanted.end, self.limits[rank + 1])
+        wanted = wanted._replace(sender=rank, first=first, end=end)
+        return wanted.where((first < end) & (rank != wanted.receiver))
 
     @cached_property
     def assigned(self) -> Booleans:
@@ -143,8 +149,8 @@ class ContextPlan(CutSegments):
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether every segment is inside one shard, so that ranks exchange nothing."""
-        return not len(self.all_segments.token)
+        """Whether every segment and every window is inside one shard, so that ranks exchange nothing."""
+        return not len(self.all_segments.token) and not len(self.window_parts.rank)
 
 
 @recent(size=lambda plan, *integers, **named: plan.nbytes)
@@ -174,8 +180,7 @@ def context_plan(
     """
     refuse_shifts(pattern, documents, "over ranks")
     pattern.check_heads(num_heads)
-    rates = [rate for _, rate in pattern.segments("the planner of ranks")]
-    branches, widest = len(rates), max(rates)
+    branches, widest = len(pattern.branches), max((rate for _, rate in pattern.split("the planner of ranks")[0]), default=1)
     # One number names a branch with a residue, or with a document and a token.
     if branches * max(2 * widest, len(documents) * (sum(shard_lengths) + 1)) >= 1 << 62:
         raise ValueError(

@@ -1,8 +1,11 @@
-"""Segments that span more than one shard, in integers, and the rows that heads keep in them.
+"""Segments and windows that span more than one shard, in integers, and the rows that heads keep in them.
 
 The sequence is cut in contiguous shards. A segment inside one shard is computed on its rank. This file describes the *cut* segments
 only, which span more than one shard. The tokens of a segment are numbered `0, 1, ...` as slots. Each rank holds an interval of
 slots, and a head keeps the slots of its offset modulo the rate.
+
+A sliding window over a document in several shards has no segments. On each rank, its pairs of two tokens of the shard are those of
+a window that ends at the boundaries of the shard. `WindowParts` are the other pairs.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.core.bounded_cache import DOCUMENT_BYTES
+from flexdilated.core.branch import Window
 from flexdilated.core.pattern import DilatedPattern
 
 Integers = NDArray[np.int64]
@@ -48,9 +52,27 @@ class Segments(NamedTuple):
         return Segments(*(x[chosen] for x in self))
 
 
+class WindowParts(NamedTuple):
+    """Queries of a rank whose window shows them keys of other ranks. Every field is a `(parts,)` array, ordered by rank.
+
+    The rank computes the pairs of the window among tokens `query ... query_end` and `key ... key_end` of the whole sequence. It
+    holds the queries. The keys are those of other ranks alone, before or after its tokens; but where the gradient needs the
+    window's own softmax (`DilatedPattern.windows_alone`) they are all that the queries see.
+    """
+
+    rank: Integers
+    query: Integers
+    query_end: Integers  # exclusive
+    key: Integers
+    key_end: Integers  # exclusive
+
+    def where(self, chosen: Booleans) -> WindowParts:
+        return WindowParts(*(x[chosen] for x in self))
+
+
 @dataclass(frozen=True, eq=False)
 class CutSegments:
-    """The segments that span more than one shard, and the rows that the heads of these ranks keep in them."""
+    """The segments and windows that span more than one shard, and the rows that the heads of these ranks keep in them."""
 
     pattern: DilatedPattern
     shard_lengths: tuple[int, ...]  # contiguous in the order of ranks; some may be 0
@@ -83,16 +105,28 @@ class CutSegments:
         """`borders` as an array."""
         return np.array(self.borders, np.int64)
 
+    @property
+    def detaches(self) -> bool:
+        """Whether a gradient needs the own softmax of each branch."""
+        return self.pattern.detach_weights and len(self.pattern.branches) > 1
+
     @cached_property
     def rates(self) -> Integers:
-        """`(branches,)` dilation rates."""
-        return np.array([rate for _, rate in self.pattern.segments("the planner of ranks")], np.int64)
+        """`(branches,)` dilation rates; 1 for the window."""
+        segments, window = self.pattern.split("the planner of ranks")
+        return np.array([*(rate for _, rate in segments), *([] if window is None else [1])], np.int64)
 
     @cached_property
     def lengths(self) -> Integers:
-        """`(branches,)` segment lengths, at most as long as the sequence."""
-        lengths = [length for length, _ in self.pattern.segments("the planner of ranks")]
+        """`(branches of segments,)` segment lengths, at most as long as the sequence."""
+        lengths = [length for length, _ in self.pattern.split("the planner of ranks")[0]]
         return np.minimum(np.array(lengths, np.int64), self.num_tokens)
+
+    @cached_property
+    def window(self) -> Window | None:
+        """The window, at most as long as the sequence."""
+        window = self.pattern.split("the planner of ranks")[1]
+        return None if window is None else Window(min(window.size, self.num_tokens))
 
     @cached_property
     def cut_documents(self) -> tuple[tuple[int, int], ...]:
@@ -152,6 +186,32 @@ class CutSegments:
             first_rank=self.rank_of(token),
             last_rank=self.rank_of(token + size - 1),
         )
+
+    @cached_property
+    def window_parts(self) -> WindowParts:
+        """The parts of the window that need keys of other ranks, at most two of each rank."""
+        rank = np.flatnonzero(np.diff(self.limits))
+        if self.window is None or self.window.size == 1:
+            return WindowParts(*np.empty((len(WindowParts._fields), 0), np.int64))
+        begin, end, reach = self.limits[rank], self.limits[rank + 1], self.window.size - 1
+        starts, num_tokens = np.array(self.documents, np.int64).reshape(-1, 2).T
+        parts = []
+        for is_after in (False, True)[: 1 if self.is_causal else 2]:
+            # If several documents begin at one token, all but the last are empty.
+            document = np.searchsorted(starts, end - 1 if is_after else begin, side="right") - 1
+            start, stop = starts[document], (starts + num_tokens)[document]
+            query, query_end = np.maximum(begin, start), np.minimum(end, stop)
+            key = np.maximum(start, query - reach)
+            key_end = query_end if self.is_causal else np.minimum(stop, query_end + reach)
+            is_cut = key_end > query_end if is_after else key < query
+            if self.pattern.windows_alone:
+                pass
+            elif is_after:
+                query, key = np.maximum(query, query_end - reach), query_end
+            else:
+                query_end, key_end = np.minimum(query_end, query + reach), query
+            parts.append(np.stack([rank, query, query_end, key, key_end])[:, is_cut])
+        return WindowParts(*np.unique(np.concatenate(parts, axis=1), axis=1))
 
     @cached_property
     def kept(self) -> tuple[BranchHeads, ...]:

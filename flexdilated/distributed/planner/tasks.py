@@ -1,4 +1,4 @@
-"""What one rank computes: pieces inside its shard, and tasks in segments that span more than one shard."""
+"""What one rank computes: pieces inside its shard, and tasks in segments and windows that span more than one shard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexdilated.core.bounded_cache import PIECE_BYTES, recent
-from flexdilated.core.pieces import Piece, branch_order, document_pieces, everything_kept
+from flexdilated.core.pieces import UNBOUNDED, Piece, branch_order, document_pieces, everything_kept
 from flexdilated.distributed.planner.plan import ContextPlan
 from flexdilated.distributed.planner.segments import Integers, Segments, kept_below, segments_between
 
@@ -18,8 +18,9 @@ NOBODY: Integers = np.empty(0, np.int64)
 class Task(NamedTuple):
     """Attention that one rank computes: queries `queries` against keys `keys`, in `lanes` independent softmaxes of equal shape.
 
-    A lane is one key/value head in one segment that spans more than one shard. Row `l` of lane `i` is token
+    A lane is one key/value head in one segment or window that spans more than one shard. Row `l` of lane `i` is token
     `tokens[i] + l * stride` of the whole sequence: the rows of a segment are the tokens that the head keeps, numbered from 0.
+    Pairs with `low <= key row - query row <= high` join.
     """
 
     branch: int  # index into `pattern.branches`
@@ -27,9 +28,14 @@ class Task(NamedTuple):
     zero_keys: int  # number of torchscale's zero keys in every softmax
     queries: tuple[int, int]  # rows [first, end)
     keys: tuple[int, int]  # rows [first, end)
+    band: tuple[int, int]  # (low, high)
     sources: tuple[tuple[int, int, int], ...]  # (rank, first, end): rows [first, end) are in the shard of rank; all rows, ascending
     heads: Integers = NOBODY  # (lanes,) key/value heads, counted from the first one that this rank holds
     tokens: Integers = NOBODY  # (lanes,) token of row 0
+
+    @property
+    def is_window(self) -> bool:
+        return self.band[0] != -UNBOUNDED
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -54,6 +60,8 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
             if task is not None:
                 lanes = ((head, int(segment.token) + offset) for head in heads[offset])
                 lanes_by_shape.setdefault(task.shape, []).extend(lanes)
+    for token, task in _window_tasks(plan, rank):
+        lanes_by_shape.setdefault(task.shape, []).extend((head, token) for head, _ in plan.kept[task.branch].heads)
     return tuple(Task(*shape, *np.array(lanes, np.int64).T) for shape, lanes in lanes_by_shape.items())
 
 
@@ -75,26 +83,61 @@ def _tasks_of_part(plan: ContextPlan, segment: Segments, offsets: Integers, low:
             zero_keys=padded[i] - rows[i],
             queries=(first[i], end[i]),
             keys=(0, end[i] if plan.is_causal else rows[i]),
+            band=(-UNBOUNDED, 0 if plan.is_causal else UNBOUNDED),
             sources=tuple((rank, low, high) for rank, low, high in zip(ranks, border, border[1:]) if low < high),
+        )
+
+
+def _window_tasks(plan: ContextPlan, rank: int) -> Iterator[tuple[int, Task]]:
+    """The tasks of the window (without their lanes), each with the token of row 0; none if the rank holds no head."""
+    parts, branch = plan.window_parts, len(plan.rates) - 1
+    parts = parts.where((parts.rank == rank) & (plan.num_kept[-1] > 0))
+    for _, query, query_end, key, key_end in zip(*(column.tolist() for column in parts)):
+        assert plan.window is not None
+        token, end = min(query, key), max(query_end, key_end)
+        first, last = plan.rank_of(np.array([token, end - 1])).tolist()
+        borders = (np.clip(plan.limits[first : last + 2], token, end) - token).tolist()
+        sources = zip(range(first, last + 1), borders, borders[1:])
+        yield (
+            token,
+            Task(
+                branch=branch,
+                stride=1,
+                zero_keys=0,
+                queries=(query - token, query_end - token),
+                keys=(key - token, key_end - token),
+                band=plan.window.band(is_causal=plan.is_causal),
+                sources=tuple((rank, low, high) for rank, low, high in sources if low < high),
+            ),
         )
 
 
 @recent(size=lambda pieces, plan, rank: PIECE_BYTES * len(pieces) + plan.nbytes)
 def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
-    """The pieces of the segments inside a rank's shard; tokens count from the first one of the shard."""
+    """The pieces of the segments and windows inside a rank's shard; tokens count from the first one of the shard."""
     begin, end = plan.borders[rank], plan.borders[rank + 1]
     start, num_tokens = np.array(plan.documents, np.int64).reshape(-1, 2).T
     overlaps = (start < end) & (start + num_tokens > begin) & (num_tokens > 0)
     start, num_tokens = start[overlaps], num_tokens[overlaps]
     pieces: list[Piece] = []
+    documents: list[tuple[int, int, range | None]]
     for branch in branch_order(plan.pattern):
-        length = plan.pattern.segments("the planner of ranks")[branch].segment_length
-        w = np.minimum(length, num_tokens)
-        limits = segments_between(begin - start, end - start, num_tokens, w)
-        columns = (x.tolist() for x in (start - begin, num_tokens, *limits))
-        documents = [(token, count, range(first, stop)) for token, count, first, stop in zip(*columns)]
-        # The whole segments of the branch that keeps everything cover a shard that cuts none of them.
-        covers = branch == everything_kept(plan.pattern) and not _touches(plan, branch, rank)
+        if branch == len(plan.lengths):
+            # Inside the shard, a window over a part of a document is that over a document of its own.
+            first, stop = np.maximum(start, begin), np.minimum(start + num_tokens, end)
+            left_out = plan.window_parts.query[plan.window_parts.rank == rank] if plan.pattern.windows_alone else NOBODY
+            is_whole = (first < stop) & ~np.isin(first, left_out)
+            first, stop = first[is_whole] - begin, stop[is_whole] - begin
+            documents = [(token, count, None) for token, count in zip(first.tolist(), (stop - first).tolist())]
+            covers = bool(is_whole.all())
+        else:
+            w = np.minimum(plan.lengths[branch], num_tokens)
+            limits = segments_between(begin - start, end - start, num_tokens, w)
+            columns = (x.tolist() for x in (start - begin, num_tokens, *limits))
+            documents = [(token, count, range(low, high)) for token, count, low, high in zip(*columns)]
+            # The whole segments of the branch that keeps everything cover a shard that cuts none of them.
+            covers = not _touches(plan, branch, rank)
+        covers = covers and branch == everything_kept(plan.pattern)
         pieces += document_pieces(
             plan.pattern, branch, documents, plan.num_heads, plan.is_causal, within=plan.within, covers=covers
         )

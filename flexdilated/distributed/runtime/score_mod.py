@@ -8,7 +8,8 @@ each rank, those of the pairs that it scores. The sum over the ranks is the whol
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ from torch import Tensor
 
 from flexdilated.backends.autograd import functions
 from flexdilated.backends.autograd.combine import PartialOutput, Scattered, mix
+from flexdilated.backends.dense.windows import MOST_CHUNK, dense_pieces
 from flexdilated.backends.flex import backend as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
 from flexdilated.backends.kernel import draws_of_its_own, fold_in
+from flexdilated.core.branch import Window
 from flexdilated.core.call import Call
 from flexdilated.core.checks import call_mod, first_pair, refuse_zero_keys
 from flexdilated.core.custom_op import GRADIENT_MESSAGE, Inputs
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.lse import with_zero_keys
-from flexdilated.core.pieces import plan_pieces
+from flexdilated.core.pieces import UNBOUNDED, Piece, plan_pieces
 from flexdilated.distributed.planner.plan import ContextPlan
 from flexdilated.distributed.planner.tasks import local_pieces
 from flexdilated.distributed.runtime.buffers import Buffers, Gradients
@@ -93,9 +96,11 @@ def attend_modified(
         if mask is not None:
             # What ignored keys and values hold must not matter, and 0 times NaN would.
             k, v = (x.masked_fill(mask[:, :, None, None], 0.0) for x in (k, v))
+        pieces = local_pieces(plan, rank)
+        pieces = _alone(pieces) if call.backend == "flex" else dense_pieces(pieces, masks=True, alone=True)
         layers: list[list[PartialOutput]] = [
-            [(piece, *attend_piece(q, k, v, mask, plan.borders[rank], piece=piece, call=call))]
-            for piece in local_pieces(plan, rank)
+            [(piece, *attend_piece(q, k, v, mask, plan.borders[rank], piece=piece, call=call)) for piece in branch]
+            for _, branch in groupby(pieces, key=lambda piece: piece.branch)
         ]
         with torch.no_grad():
             for wait in waits:
@@ -104,7 +109,7 @@ def attend_modified(
         buffers.receive_into(received)
         local, sent = _tasks(buffers, call)
         layers += local
-        via, detaches = rows.out, call.pattern.detach_weights
+        via, detaches = rows.out, plan.detaches
         if via.sends or via.receives:
             sent_q = q.new_empty(buffers.batch, via.num_sent, buffers.group, buffers.head_dim)
             out, lse = mix(sent, sent_q, buffers.group, detach_weights=detaches)
@@ -116,8 +121,17 @@ def attend_modified(
     return results
 
 
+def _alone(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Pieces in which a window is over one document, as flex_attention takes it."""
+    found: list[Piece] = []
+    for piece in pieces:
+        count = 1 if piece.low > -UNBOUNDED else piece.segments
+        found += [piece._replace(segments=count).moved(i * piece.segment_stride) for i in range(0, piece.segments, count)]
+    return tuple(found)
+
+
 def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[PartialOutput]], list[list[PartialOutput]]]:
-    """Per branch, the outputs of tasks: those of this shard, and those that are sent to other ranks."""
+    """Per branch of segments and per task of a window, the outputs of tasks: those of this shard, and those that are sent."""
     local: list[list[PartialOutput]] = [[] for _ in call.pattern.branches]
     sent: list[list[PartialOutput]] = [[] for _ in call.pattern.branches]
     for task in buffers.schedule.tasks:
@@ -125,7 +139,9 @@ def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[PartialOutput]], lis
         for row_range in task.queries:
             span = slice(row_range.first - task.queries[0].first, row_range.end - task.queries[0].first)
             index = row_range.row_index.read()
-            if row_range.is_local:
+            if task.task.is_window:  # two may have a query in common
+                local.append([(Scattered(index, task.heads), out[:, :, span], lse[:, :, span])])
+            elif row_range.is_local:
                 local[task.task.branch].append((Scattered(index, task.heads), out[:, :, span], lse[:, :, span]))
             else:
                 index = index + buffers.schedule.out.sends[row_range.rank].start
@@ -138,7 +154,7 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
     task, batch, group, device = scheduled.task, buffers.batch, buffers.group, buffers.q.device
     q = buffers.rows_of(scheduled, buffers.q, buffers.q_rows)
     k, v, ignored = buffers.keys(scheduled.keys, scheduled)
-    lanes = len(task.heads)
+    lanes, window = len(task.heads), Window(1 - task.band[0]) if task.is_window else None
     if call.backend == "flex":
         places = Lanes(
             torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(lanes),
@@ -147,6 +163,7 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
             task.stride,
             task.queries[0],
             scheduled.keys[0].first,
+            None if window is None else window.size,
         )
         out, lse = with_zero_keys(*attend_rows(q, k, v, ignored, places, call), task.zero_keys)
         return buffers.unfolded(out, scheduled), buffers.unfolded(lse, scheduled)
@@ -157,7 +174,16 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
     first = torch.as_tensor(task.tokens, device=device)[None, :, None, None, None]
     q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
     kv_idx = first + task.stride * torch.arange(scheduled.keys[0].first, scheduled.keys[-1].end, device=device)
-    out, lse = functions.attend_lanes(q, k, v, ignored=ignored, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, call=call)
+    first_query, first_key, chunks = task.queries[0], scheduled.keys[0].first, []
+    size = q.shape[-2] if window is None else max(window.size, MOST_CHUNK)
+    for rows in (slice(row, row + size) for row in range(0, q.shape[-2], size)):
+        # The keys that these queries may see; the first row of keys is not that of queries.
+        low, high = (first_query - first_key + bound for bound in task.band)
+        columns = slice(max(0, rows.start + low), max(0, rows.stop + high))
+        tensors = q[..., rows, :], k[..., columns, :], v[..., columns, :], None if ignored is None else ignored[..., columns]
+        positions = {"q_idx": q_idx[..., rows, :], "kv_idx": kv_idx[..., columns]}
+        chunks.append(functions.attend_lanes(*tensors, b=b, h=h, **positions, call=call, window=window))
+    out, lse = torch.cat([out for out, _ in chunks], dim=-2), torch.cat([lse for _, lse in chunks], dim=-1)
     return out.transpose(2, 3), lse.transpose(2, 3)
 
 

@@ -1,4 +1,4 @@
-"""The attention that one rank computes: pieces inside its shard, and tasks of segments that shards cut.
+"""The attention that one rank computes: pieces inside its shard, and tasks of segments and windows that shards cut.
 
 A task's keys may come from several ranks. Each rank's keys give a partial `(out, lse)`, and partials are merged. The backward of a
 partial needs only the final `out` and `lse`. So the gradients of all partials, on whichever ranks, add up to the exact gradient.
@@ -32,20 +32,40 @@ class OutputGradients(NamedTuple):
     lse: Tensor
 
 
+class _Block(NamedTuple):
+    """One kernel call: rows of queries and of keys by their numbers, and what joins them."""
+
+    rows: slice
+    columns: slice
+    is_causal: bool = False
+    band: tuple[int, int] | None = None
+
+
 @lru_cache(maxsize=4096)
-def _blocks(queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) -> tuple[tuple[slice, slice, bool], ...]:
-    """The kernel calls for some queries and keys, by row number: rectangles and, if causal, one square on the diagonal."""
-    if not is_causal:
-        return ((slice(*queries), slice(*keys), False),)
-    blocks = []
-    if keys[0] < min(keys[1], queries[0]):
-        blocks.append((slice(*queries), slice(keys[0], min(keys[1], queries[0])), False))
-    low, high = max(keys[0], queries[0]), min(keys[1], queries[1])
-    if low < high:
-        blocks.append((slice(low, high), slice(low, high), True))
-        if high < queries[1]:
-            blocks.append((slice(high, queries[1]), slice(low, high), False))
-    return tuple(blocks)
+def _blocks(queries: tuple[int, int], keys: tuple[int, int], band: tuple[int, int]) -> tuple[_Block, ...]:
+    """The kernel calls for the pairs of a band: rectangles, and squares of which keys up to, or from, the diagonal join.
+
+    Rows that see no key are in no call.
+    """
+
+    def within(row: int, low: int, high: int) -> int:
+        return max(low, min(row, high))
+
+    (low, high), blocks = band, []
+    size = max(1, min(queries[1] - queries[0], high - low))  # of so many queries, a key may be too early or too late, but not both
+    for first in range(*queries, size):
+        end = min(first + size, queries[1])
+        # Keys that some queries see no more, that all see, and that some do not see yet.
+        early = within(end + low, *keys)
+        late = within(first + high, early, keys[1])
+        some, last = (within(key - low, first, end) for key in (keys[0], early))
+        blocks.append(_Block(slice(first, some), slice(keys[0], early)))
+        blocks.append(_Block(slice(some, last), slice(some + low, last + low), band=(0, last - some - 1)))
+        blocks.append(_Block(slice(first, end), slice(early, late)))
+        some, last = (within(key - high, first, end) for key in (late, keys[1]))
+        blocks.append(_Block(slice(some, last), slice(some + high, last + high), is_causal=True))
+        blocks.append(_Block(slice(last, end), slice(late, keys[1])))
+    return tuple(block for block in blocks if block.rows.start < block.rows.stop and block.columns.start < block.columns.stop)
 
 
 class TaskAttention:
@@ -123,12 +143,15 @@ class TaskAttention:
         task = self.schedule.tasks[number]
         k, v, ignored = self.buffers.keys(keys, task)
         first, origin = keys[0].first, task.task.queries[0]
-        for place, (rows, key_rows, is_causal) in enumerate(_blocks(task.task.queries, (first, keys[-1].end), self.plan.is_causal)):
-            rows, columns = slice(rows.start - origin, rows.stop - origin), slice(key_rows.start - first, key_rows.stop - first)
+        seed = None if self._seed is None else fold_in(self._seed, -1 - (number * self.plan.num_ranks + keys[0].rank))
+        for place, block in enumerate(_blocks(task.task.queries, (first, keys[-1].end), task.task.band)):
+            rows = slice(block.rows.start - origin, block.rows.stop - origin)
+            columns = slice(block.columns.start - first, block.columns.stop - first)
             options = Options(
-                is_causal=is_causal, scale=self.op_options.scale, ignored=None if ignored is None else ignored[:, columns]
+                is_causal=block.is_causal,
+                scale=self.op_options.scale,
+                ignored=None if ignored is None else ignored[:, columns],
+                dropout=None if seed is None else Dropout(self.op_options.dropout_p, fold_in(seed, place)),
+                band=block.band,
             )
-            if self._seed is not None:
-                ordinal = 1 + ((number * self.plan.num_ranks + keys[0].rank) * 4 + place)
-                options = options._replace(dropout=Dropout(self.op_options.dropout_p, fold_in(self._seed, -ordinal)))
             yield rows, columns, k[:, :, columns], v[:, :, columns], options

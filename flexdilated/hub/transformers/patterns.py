@@ -71,7 +71,7 @@ def set_pattern(
     config._attn_implementation = NAME
     record_implementation(config)
     if heads is not None:
-        check_losses(pattern, max(pattern.segment_lengths), heads, is_causal)
+        check_losses(pattern, max(pattern.segment_lengths, default=2), heads, is_causal)
     return config
 
 

@@ -1,0 +1,93 @@
+"""A window in masks, block masks and the flex backend: against integers, a look at all pairs, and the oracle."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_attention, dilated_mask_mod, dilated_score_mod, reference
+from flexdilated.backends.dense.math import MATH
+from flexdilated.backends.flex import kernel as flex
+from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
+from flexdilated.backends.flex.rows import Lanes, attend_rows
+from flexdilated.backends.kernel import Options
+from flexdilated.core.branch import Window
+from flexdilated.core.call import Call
+from tests.backends import flex_emulation
+from tests.backends.test_mods import Mods, emulate, flex_backend, run
+from tests.cases import Case
+from tests.tolerances import EXACT, SINGLE
+
+
+def test_lists_of_a_million_tokens_are_as_wide_as_the_window() -> None:
+    mask = create_dilated_block_mask(DilatedPattern(window=500), 4, seq_len=1 << 20, is_causal=True, device="meta")
+    assert mask.kv_indices.shape == mask.q_indices.shape == (1, 4, 8192, 3)
+
+
+def test_distances_of_unsigned_positions_do_not_wrap() -> None:
+    p, window = torch.arange(100, dtype=torch.uint8), Window(5)
+    joined = dilated_mask_mod(DilatedPattern(window=5), 1, seq_len=100)(torch.tensor(0), torch.tensor(0), p[:, None], p)
+    assert joined.sum() == window.count_pairs(100, is_causal=False)
+
+
+def test_a_window_and_one_segment_branch_per_head_mix_two() -> None:
+    pattern = DilatedPattern((8, 16), (1, 2), window=4, heads="grouped", detach_weights=True)
+    with pytest.raises(NotImplementedError, match=r"pattern must have detach_weights=False, got True"):
+        dilated_score_mod(pattern, 4, seq_len=16)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(DilatedPattern(window=131), num_tokens=299, kv_heads=1, group=2, ignored=0.3),
+        Case(DilatedPattern((150, 300), (1, 2), window=40), num_tokens=299, kv_heads=2, is_causal=True, borders=(0, 30, 160, 299)),
+        Case(DilatedPattern((7, 16), (2, 1), window=9, heads="grouped"), batch=2, group=2, lse_gradient=False),
+        Case(DilatedPattern((7, 16), (2, 1), window=9, detach_weights=True), batch=2, is_causal=True, lse_gradient=False),
+    ],
+    ids=["alone", "documents", "grouped", "detached"],
+)
+def test_either_layout_equals_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = ("packed",) if case.pattern.detach_weights else ("packed", "fused")  # a fused one has no branches to detach
+    for layout, mods in product(layouts, (Mods(None, None, 0), Mods("table", "thirds", 1))):
+        emulate(monkeypatch, layout)
+        torch.testing.assert_close(run(flex_backend, case, mods), run(reference.dilated_attention, case, mods), **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pattern", [DilatedPattern(window=37), DilatedPattern((100,), (3,), window=130, heads="grouped")])
+def test_traced_flex_on_a_cpu_equals_the_oracle(pattern: DilatedPattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    flex._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for is_causal in (False, True):
+        case = Case(pattern, num_tokens=345, kv_heads=2, group=2, head_dim=16, is_causal=is_causal, borders=(0, 35, 200, 345))
+        q, k, v, _, _ = case.tensors(torch.float32)
+        out = dilated_attention(q, k, v, pattern, backend="flex", **case.options())
+        torch.testing.assert_close(out.double(), reference.dilated_attention(q, k, v, pattern, **case.options())[0], **SINGLE)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("shift", "size"), [(129, 130), (-150, 130), (90, 1000)])
+def test_rows_of_a_window_that_shards_cut(shift: int, size: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "call", flex_emulation.call)
+    q, k, v = (torch.randn(2, heads, rows, 4, dtype=torch.float64) for heads, rows in ((2, 310), (1, 401), (1, 401)))
+    place = torch.zeros(2, dtype=torch.int32)
+    lanes = Lanes(place, torch.zeros(2, 2, dtype=torch.int32), place, 1, 200 + shift, 200, size)
+    out, lse = attend_rows(q, k, v, None, lanes, Call(DilatedPattern(window=size), is_causal, 0.5))
+    low, high = Window(size).band(is_causal=is_causal)
+    expected = MATH.forward(q, k, v, Options(False, 0.5, band=(low + shift, high + shift)))
+    torch.testing.assert_close((out, lse), (expected[0].nan_to_num(), expected[1]), **EXACT)
+
+
+def test_estimates_count_the_tiles_of_the_masks() -> None:
+    for size, num_tokens, is_causal in ((1, 700, True), (128, 700, False), (129, 640, True), (500, 901, False), (1000, 900, True)):
+        pattern, shape = DilatedPattern(window=size), Shape(2, num_tokens, 4, 2, 64, 2, is_causal)
+        mask = create_dilated_block_mask(pattern, 4, seq_len=num_tokens, is_causal=is_causal, device="cpu")
+        tiles = 2 * int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
+        assert packed_cost(pattern, shape).tiles == fused_cost(pattern, shape).tiles == tiles
+    far = DilatedPattern((1 << 17,), (8,), window=512)
+    layouts = [choose_layout(each, Shape(1, 1 << 17, 8, 8, 64, 2, True)) for each in (DilatedPattern(window=512), far)]
+    assert layouts == ["fused", "packed"]
