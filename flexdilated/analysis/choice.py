@@ -1,4 +1,4 @@
-"""Patterns under a budget: a local branch, and far branches that carry information over the whole sequence."""
+"""Patterns under a budget: a local branch or a window, and far branches that carry information over the whole sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Choice:
 
     >>> choice = choose_pattern(4096, 8, budget=0.05).shown[0]
     >>> choice.pairs, round(choice.share, 3), choice.is_within_budget
-    (6291456, 0.047, True)
+    (6226432, 0.046, True)
     """
 
     pattern: DilatedPattern
@@ -35,8 +35,9 @@ class Choice:
 
     @property
     def local(self) -> int:
-        """Tokens of the longest rate-1 segment, 0 without one."""
-        return max((length for length, rate in self.pattern.segments("choose_pattern") if rate == 1), default=0)
+        """Tokens of the longest rate-1 segment, 0 without one. A window counts twice: a segment of 2 w tokens costs no less."""
+        segments, window = self.pattern.split("choose_pattern")
+        return max([2 * window.size if window else 0, *(length for length, rate in segments if rate == 1)])
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Choices:
     """The result of `choose_pattern`.
 
     >>> [choice.pattern.segment_lengths for choice in choose_pattern(4096, 8, budget=0.05, most=2).shown]
-    [(128, 4096), (24, 336, 360)]
+    [(4096,), (128, 4096)]
     """
 
     num_tokens: int
@@ -67,11 +68,12 @@ def choose_pattern(
     """Patterns under a budget, best first, with one sentence about each.
 
     >>> choose_pattern(4096, 8, budget=0.05).shown[0].pattern.branches
-    (Segments(segment_length=128, dilation_rate=1), Segments(segment_length=4096, dilation_rate=8))
+    (Segments(segment_length=4096, dilation_rate=8), Window(size=64))
 
-    All proposals are connected (`DilatedPattern.crosses_boundaries`): a local branch and one far branch over the whole sequence, or
-    two far branches whose boundaries differ. Better is: fewer branches, then a lower far rate, then longer local segments, as in
-    experiments with small causal models.
+    All proposals are connected (`DilatedPattern.crosses_boundaries`): a local branch or a window and one far branch over the whole
+    sequence, or a local branch and two far branches whose boundaries differ. Better is: fewer branches, then a lower far rate, then
+    longer local segments, then fewer pairs, as in experiments with small causal models. A window of w tokens costs less than local
+    segments of 2 w tokens, which read as many keys on average.
 
     Args:
         num_tokens: Sequence length N, up to 2**40. For packed documents: the tokens of the longest document.
@@ -109,13 +111,18 @@ def choose_pattern(
                 total += repeats * residues * (kept * (kept + 1) // 2 if is_causal else kept * kept)
         return num_heads // rate * total
 
+    def pairs_over(pattern: DilatedPattern) -> int:
+        segments, window = pattern.split("choose_pattern")
+        near = 0 if window is None else num_heads * window.count_pairs(num_tokens, is_causal=is_causal)
+        return near + sum(pairs_of(*branch) for branch in segments)
+
     dense = pairs_of(num_tokens, 1)
 
     def judged(pattern: DilatedPattern, pairs: int, why: str, *, is_given: bool = False) -> Choice:
         return Choice(pattern, pairs, pairs / dense, pairs <= budget * dense, is_given, why)
 
     proposals = [
-        judged(pattern, sum(pairs_of(*branch) for branch in pattern.branches), _about(pattern, num_tokens, num_heads))
+        judged(pattern, pairs_over(pattern), _about(pattern, num_tokens, num_heads))
         for pattern in _proposals(num_tokens, num_heads)
     ]
     tried = sorted((each for each in proposals if each.share <= 1.0), key=_order)
@@ -130,9 +137,9 @@ def choose_pattern(
     return Choices(num_tokens, num_heads, is_causal, float(budget), tuple(shown), tuple(tried))
 
 
-def _order(each: Choice) -> tuple[int, int, int]:
+def _order(each: Choice) -> tuple[int, int, int, int]:
     """Better comes first."""
-    return (len(each.pattern.branches), max(each.pattern.dilation_rates), -each.local)
+    return (len(each.pattern.branches), max(each.pattern.dilation_rates), -each.local, each.pairs)
 
 
 def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
@@ -144,6 +151,7 @@ def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
             if not max(SHORTEST, 4 * rate) <= local < num_tokens:
                 continue
             yield DilatedPattern((local, num_tokens), (1, rate))
+            yield DilatedPattern((num_tokens,), (rate,), window=local // 2)
             parts = max(2, math.isqrt(num_tokens // local) + 1)  # n (n + 1) of them reach the next boundary of all branches
             if (parts + 1) * local < num_tokens:
                 yield DilatedPattern((local, parts * local, (parts + 1) * local), (1, rate, rate))
@@ -152,11 +160,13 @@ def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
 def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> str:
     if len(pattern.branches) == 1:
         return "Dense attention: every token reads all others."
-    (local, _), (far, rate), *others = pattern.segments("choose_pattern")
+    segments, window = pattern.split("choose_pattern")
+    (far, rate), *others = segments if window else segments[1:]
+    near = f"a window of {window.size:,} tokens" if window else f"its segment of {segments[0].segment_length:,} tokens"
     where = f"the tokens of longer segments of {far:,} and {others[0][0]:,}" if others else f"all {num_tokens:,} tokens"
     same = num_heads // rate
     count = f"{same} heads read" if same > 1 else "one head reads"
-    return f"Each token reads its segment of {local:,} tokens and, in each head, 1 in {rate} of {where}; {count} the same ones."
+    return f"Each token reads {near} and, in each head, 1 in {rate} of {where}; {count} the same ones."
 
 
 def _about_given(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> str:

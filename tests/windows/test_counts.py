@@ -11,6 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from flexdilated import DilatedPattern, analysis
+from flexdilated.analysis import coverage
+from flexdilated.cli.options import python_of
+from flexdilated.draw.pattern import cell_counts, multiplicity, multiplicity_panels
+from tests.commands import invoke
 
 
 def random_question(seed: int) -> tuple[DilatedPattern, int, int, bool]:
@@ -72,3 +76,64 @@ def test_counts_equal_a_look_at_every_pair(seed: int) -> None:
         for query in range(0, num_tokens, 5):
             keys = analysis.keys_seen(*sizes, query, layers=layer, is_causal=is_causal)
             assert keys.tolist() == np.flatnonzero(expected[query]).tolist()
+
+
+@pytest.mark.parametrize("seed", range(120, 200))
+def test_pictures_count_the_window(seed: int) -> None:
+    pattern, num_tokens, num_heads, is_causal = random_question(seed)
+    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
+    times, sizes = joined.sum(axis=0), (pattern, num_tokens, num_heads)
+    np.testing.assert_array_equal(multiplicity(*sizes, is_causal=is_causal), times)
+    starts = np.arange(0, num_tokens, size := 1 + seed % 7)
+    expected = np.add.reduceat(np.add.reduceat(times, starts, axis=1), starts, axis=2)
+    np.testing.assert_array_equal(cell_counts(*sizes, size, is_causal=is_causal), expected)
+    picture = multiplicity_panels(*sizes, is_causal=is_causal)
+    own = next(i for i, label in picture.labels.items() if label == "the window alone")
+    is_alone = joined[-1] & (times == 1)
+    np.testing.assert_array_equal([panel.cells == own for panel in picture.panels], is_alone)
+
+
+def test_layers_of_a_million_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = DilatedPattern((10**6,), (8,), window=8)
+    for is_causal in (False, True):
+        assert analysis.layers_to_cover(far, 10**6, 8, is_causal=is_causal) == 2
+        assert analysis.layers_to_cover(DilatedPattern(window=5), 10**6, 1, is_causal=is_causal) == 250_000
+        assert (
+            analysis.layers_to_cover(DilatedPattern((64, 96), (1, 1), window=9), 10**6, 1, is_causal=is_causal) == 4 * 10**6 // 192
+        )
+    local = DilatedPattern((64, 10**6), (2, 8), window=8)
+    for is_causal, reason in (
+        (True, "num_tokens must be at most 1024 for causal"),
+        (False, "num_tokens must be such that tokens times"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{reason}"):
+            analysis.layers_to_cover(local, 10**6, 8, is_causal=is_causal)
+    last = analysis.keys_seen(far, 10**6, 8, 10**6 - 1, is_causal=True)
+    assert last.tolist() == [*range(7, 999_992, 8), *range(999_992, 10**6)]
+    monkeypatch.setattr(coverage, "MAX_CAUSAL", 1)  # one period stands for all tokens
+    for seed in range(200, 500):
+        pattern, num_tokens, num_heads, _ = random_question(seed)
+        long = replace(pattern, segment_lengths=[max(num_tokens, length) for length in pattern.segment_lengths])
+        seen = [analysis.reachable(long, num_tokens, num_heads, layers=layers, is_causal=True).sum() for layers in range(50)]
+        found = analysis.layers_to_cover(long, num_tokens, num_heads, is_causal=True)
+        most = num_tokens * (num_tokens + 1) // 2
+        assert found == (seen.index(most) if most in seen else None)
+
+
+def test_commands_take_a_window() -> None:
+    small = ("--segment-lengths", "8,16", "--dilation-rates", "1,2", "--window", 3, "--heads", 2)
+    code, out, _ = invoke("show", *small, "--causal")
+    assert (code, out.splitlines()[0]) == (0, "segment lengths 8, 16 · dilation rates 1, 2 · window 3")
+    assert "w = the window alone" in out
+    assert invoke("show", "--window", 3)[1].startswith("window 3\n12 tokens · 4 heads")
+    code, out, _ = invoke("choose", "--tokens", 64, "--window", 3, "--heads", 2)
+    assert code == 0
+    assert "DilatedPattern(window=3)\n" in out
+    assert "#w=&r=&window=3&N=64&" in out
+    assert invoke("choose", "--tokens", 64, "--window", 0)[0] == 2
+    pattern = DilatedPattern((8, 16), (1, 2), window=3, heads="grouped")
+    assert python_of(pattern) == "DilatedPattern((8, 16), (1, 2), window=3, heads='grouped')"
+    svg = pattern._repr_svg_()
+    assert svg.count("<polygon") == 1
+    assert "window of 3 tokens" in svg
+    assert "<polygon" in DilatedPattern(window=3)._repr_svg_()
