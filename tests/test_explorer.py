@@ -23,7 +23,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="nox -s explorer in
 
 PAGE = Path(__file__).parents[1] / "docs" / "explorer" / "index.html"
 BROWSER = os.environ.get("FLEXDILATED_BROWSER") or shutil.which("chromium") or shutil.which("chromium-browser")
-RULES = ("heads", "offsets", "zero_padding", "detach_weights")
+RULES = ("window", "heads", "offsets", "zero_padding", "detach_weights")
 State = dict[str, Any]
 Counts = NDArray[np.int64]
 
@@ -69,16 +69,18 @@ def pattern_of(state: State) -> DilatedPattern:
 
 
 def random_state(rng: random.Random) -> State:
-    branches = rng.randint(1, 4)
+    window = rng.choice((None, None, 1, 2, 5, 19))
+    branches = rng.randint(1 if window is None else 0, 4)
     group = rng.choice((1, 1, 2, 3))
-    kv_heads = rng.randint(branches, 6)
+    kv_heads = rng.randint(max(1, branches), 6)
     num_tokens = rng.choice((1, 2, 13, 31, 37, 53, 61))
     lengths = [rng.randint(1, 41) for _ in range(branches)]
-    if rng.random() < 0.5:  # nested, as published patterns are
+    if lengths and rng.random() < 0.5:  # nested, as published patterns are
         lengths = [max(1, lengths[0]) * 2**i for i in range(branches)]
     return {
         "segment_lengths": lengths,
         "dilation_rates": [rng.choice([r for r in (1, 1, 2, 3, 4, 6, 7, length) if r <= length]) for length in lengths],
+        "window": window,
         "heads": rng.choice(("all", "grouped")),
         "offsets": rng.choice(("blocked", "interleaved")),
         "zero_padding": rng.random() < 0.3,
@@ -221,7 +223,8 @@ def test_reach_of_one_query_over_a_long_sequence_is_the_librarys(page: Any) -> N
 
 def published(**changes: Any) -> State:
     numbers = {"is_causal": False, "head_dim": 64, "block_size": 128, "layers": 2, "head": 0, "query": 5003}
-    return {"heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False, **numbers, **changes}
+    rules = {"window": None, "heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False}
+    return {**rules, **numbers, **changes}
 
 
 LARGE = [
@@ -249,10 +252,13 @@ LARGE = [
         seq_len=59_999,
         offsets="interleaved",
     ),
+    published(
+        segment_lengths=[70_121], dilation_rates=[8], window=1021, num_heads=8, num_kv_heads=8, seq_len=70_121, is_causal=True
+    ),
 ]
 
 
-@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime"))
+@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime", "window"))
 def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
     found = asked(page, "state => explorer.compute(state, ['pairs', 'query', 'tiles', 'pictures', 'uncovered'])", state)
     pattern, num_tokens, kv_heads = pattern_of(state), state["seq_len"], state["num_kv_heads"]
@@ -266,9 +272,10 @@ def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
     for each in found["tiles"]["heads"]:
         tally = by_head[each["heads"][0]]
         assert [each["partial"], each["full"], each["packed"]] == [tally.partial, tally.full, tally.packed]
-    keys = set()
-    for i, (length, rate) in enumerate(pattern.branches):
-        position, offset = np.arange(num_tokens), pattern.offset(i, 0, kv_heads)
+    position = np.arange(num_tokens)
+    keys = {p for p in position[max(0, state["query"] + 1 - (state["window"] or 0)) :] if p <= state["query"]}  # causal
+    for i, (length, rate) in enumerate(pattern.split("tests")[0]):
+        offset = pattern.offset(i, 0, kv_heads)
         kept = position % length % rate == offset
         if kept[state["query"]]:
             seen = kept & (position // length == state["query"] // length)
@@ -296,6 +303,9 @@ def test_presets_are_the_librarys(page: Any) -> None:
         {"segment_lengths": [4, 8], "dilation_rates": [1]},
         {"segment_lengths": [4, 0]},
         {"dilation_rates": [1, 9]},
+        {"segment_lengths": [], "dilation_rates": []},
+        {"window": 0},
+        {"window": "near"},
         {"heads": "some"},
         {"offsets": 'it"s'},
         {"zero_padding": "maybe"},
@@ -387,7 +397,8 @@ def test_a_wrong_field_shows_the_message_and_keeps_the_picture(page: Any) -> Non
 BAD_ADDRESSES = [
     ("w=1.5&r=1", "segment_lengths[0] must be an integer, got '1.5'"),
     ("w=16&r=0", "dilation_rates[0] must be in [1, segment_lengths[0]=16], got 0"),
-    ("w=&r=", "segment_lengths must hold at least one length, got ()"),
+    ("w=&r=", "segment_lengths must hold at least one length where there is no window, got ()"),
+    ("w=16&r=1&window=0", "window must be at least 1, got 0"),
     ("w=16&r=NaN", "dilation_rates[0] must be an integer, got 'NaN'"),
     ("w=<img src=x onerror=alert(1)>&r=1", "segment_lengths[0] must be an integer, got '<img src=x onerror=alert(1)>'"),
     (f"w={10**23}&r=1", f"segment_lengths[0] must be at most 1099511627776 on this page, got {10**23}"),
