@@ -87,6 +87,7 @@ def head_tiles(
         group: Tiles per side of a cell of the picture.
         is_causal: Whether a query sees only keys at its own position and before.
     """
+    pattern.segments("pictures of block masks")  # raises for a window
     known: dict[tuple[Kept, ...], tuple[Tally, NDArray[np.int64]]] = {}
     groups: dict[tuple[object, ...], tuple[list[int], Tally, NDArray[np.int64]]] = {}
     for head in range(num_heads):
