@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 from flexdilated import DilatedPattern, analysis
 from flexdilated.analysis import coverage
 from flexdilated.cli.options import python_of
+from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.pattern import cell_counts, multiplicity, multiplicity_panels
+from flexdilated.draw.tiles import Tally, head_tiles
 from tests.commands import invoke
+from tests.draw.brute_force import tiles_of
 
 
 def random_question(seed: int) -> tuple[DilatedPattern, int, int, bool]:
@@ -97,6 +100,20 @@ def test_pictures_count_the_window(seed: int) -> None:
     own = next(i for i, label in picture.labels.items() if label == "the window alone")
     is_alone = joined[-1] & (times == 1)
     np.testing.assert_array_equal([panel.cells == own for panel in picture.panels], is_alone)
+
+
+@pytest.mark.parametrize("seed", range(200, 260))
+def test_tiles_equal_a_look_at_every_pair(seed: int) -> None:
+    (pattern, num_tokens, num_heads, is_causal), size = random_question(seed), 1 + seed % 5
+    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
+    for each in head_tiles(pattern, num_tokens, num_heads, size, 1, is_causal=is_causal):
+        for head in each.heads:
+            visited, full = tiles_of(joined[:, head].any(axis=0), size)
+            rows = [branch[np.ix_(kept, kept)] for branch in joined[:, head] if (kept := branch.diagonal()).any()]
+            packed = sum(int(tiles_of(branch, size)[0].sum()) for branch in rows)
+            counts = int((visited & ~full).sum()), int(full.sum()), packed, int(joined[:, head].sum())
+            assert each.each == Tally(size, visited.size, *counts)
+    assert len(draw_blocks(DilatedPattern(window=9), 61, 2, block_size=4).axes) == 1
 
 
 def test_layers_of_a_million_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
