@@ -21,7 +21,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="nox -s explorer in
 
 PAGE = Path(__file__).parents[1] / "docs" / "explorer" / "index.html"
 BROWSER = os.environ.get("FLEXDILATED_BROWSER") or shutil.which("chromium") or shutil.which("chromium-browser")
-RULES = ("heads", "offsets", "zero_padding", "detach_weights")
+RULES = ("window", "heads", "offsets", "zero_padding", "detach_weights")
 State = dict[str, Any]
 Counts = NDArray[np.int64]
 
@@ -64,16 +64,18 @@ def pattern_of(state: State) -> DilatedPattern:
 
 
 def random_state(rng: random.Random) -> State:
-    branches = rng.randint(1, 4)
+    window = rng.choice((None, None, 1, 2, 5, 19))
+    branches = rng.randint(1 if window is None else 0, 4)
     group = rng.choice((1, 1, 2, 3))
-    kv_heads = rng.randint(branches, 6)
+    kv_heads = rng.randint(max(1, branches), 6)
     num_tokens = rng.choice((1, 2, 13, 31, 37, 53, 61))
     lengths = [rng.randint(1, 41) for _ in range(branches)]
-    if rng.random() < 0.5:  # nested, as published patterns are
+    if lengths and rng.random() < 0.5:  # nested, as published patterns are
         lengths = [max(1, lengths[0]) * 2**i for i in range(branches)]
     return {
         "segment_lengths": lengths,
         "dilation_rates": [rng.choice([r for r in (1, 1, 2, 3, 4, 6, 7, length) if r <= length]) for length in lengths],
+        "window": window,
         "heads": rng.choice(("all", "grouped")),
         "offsets": rng.choice(("blocked", "interleaved")),
         "zero_padding": rng.random() < 0.3,
@@ -200,7 +202,8 @@ def test_reach_of_one_query_over_a_long_sequence_is_the_librarys(page: Any) -> N
 
 def published(**changes: Any) -> State:
     numbers = {"is_causal": False, "head_dim": 64, "block_size": 128, "layers": 2, "head": 0, "query": 5003}
-    return {"heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False, **numbers, **changes}
+    rules = {"window": None, "heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False}
+    return {**rules, **numbers, **changes}
 
 
 def large(lengths: list[int], rates: list[int], seq_len: int, kv_heads: int, num_heads: int, **changes: Any) -> State:
@@ -213,10 +216,11 @@ LARGE = [
     large([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], 70_121, 16, 16, zero_padding=True),
     # rates whose least common multiple is far beyond the sequence
     large([9973, 19997, 39989, 59999], [9973, 89, 97, 101], 59_999, 5, 5, offsets="interleaved"),
+    large([70_121], [8], 70_121, 8, 8, window=1021, is_causal=True),
 ]
 
 
-@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime"))
+@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime", "window"))
 def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
     found = asked(page, "state => explorer.compute(state, ['pairs', 'query', 'tiles', 'pictures', 'uncovered'])", state)
     pattern, num_tokens, kv_heads = pattern_of(state), state["seq_len"], state["num_kv_heads"]
@@ -230,9 +234,10 @@ def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
     for each in found["tiles"]["heads"]:
         tally = by_head[each["heads"][0]]
         assert [each["partial"], each["full"], each["packed"]] == [tally.partial, tally.full, tally.packed]
-    keys = set()
-    for i, (length, rate) in enumerate(pattern.branches):
-        position, offset = np.arange(num_tokens), pattern.offset(i, 0, kv_heads)
+    position = np.arange(num_tokens)
+    keys = {p for p in position[max(0, state["query"] + 1 - (state["window"] or 0)) :] if p <= state["query"]}  # causal
+    for i, (length, rate) in enumerate(pattern.split("tests")[0]):
+        offset = pattern.offset(i, 0, kv_heads)
         kept = position % length % rate == offset
         if kept[state["query"]]:
             seen = kept & (position // length == state["query"] // length)
@@ -257,6 +262,9 @@ def test_presets_are_the_librarys(page: Any) -> None:
         {"segment_lengths": [4, 8], "dilation_rates": [1]},
         {"segment_lengths": [4, 0]},
         {"dilation_rates": [1, 9]},
+        {"segment_lengths": [], "dilation_rates": []},
+        {"window": 0},
+        {"window": "near"},
         {"heads": "some"},
         {"offsets": 'it"s'},
         {"zero_padding": "maybe"},
@@ -345,7 +353,8 @@ def test_a_wrong_field_shows_the_message_and_keeps_the_picture(page: Any) -> Non
 
 BAD_ADDRESSES = [
     ("w=1.5&r=1", "segment_lengths[0] must be an integer, got '1.5'"),
-    ("w=&r=", "segment_lengths must hold at least one length, got ()"),
+    ("w=&r=", "segment_lengths must hold at least one length where there is no window, got ()"),
+    ("w=16&r=1&window=0", "window must be at least 1, got 0"),
     ("w=<img src=x onerror=alert(1)>&r=1", "segment_lengths[0] must be an integer, got '<img src=x onerror=alert(1)>'"),
     (f"w={','.join(['4'] * 500)}&r={','.join(['1'] * 500)}", "pattern must have at most 12 branches on this page, got 500"),
     ("w=16&r=1&heads=__proto__", "heads must be one of ('all', 'grouped'), got '__proto__'"),

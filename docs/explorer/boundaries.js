@@ -47,6 +47,7 @@
 
   // The first position that stops the pattern from being connected, or null.
   function firstUncrossedBoundary(state) {
+    if (state.window > 1) return null; // each token sees the one before it
     const branches = explorer.branchesOf(state).map((branch) => ({ ...branch, kept: keptOffsets(state, branch) }));
     const tokens = BigInt(state.seq_len);
     let run = 1n; // tokens in which rate-1 branches join each token to the next

@@ -49,7 +49,7 @@
   }
 
   // A square of cells with query rows and key columns in tokens. Gives where a point lies.
-  function square(canvas, { level, cells, palette, perCell, count, columns = "key", segments = [], isCausal = false }) {
+  function square(canvas, { level, cells, palette, perCell, count, columns = "key", segments = [], window: near = 0, isCausal = false }) {
     const ratio = window.devicePixelRatio || 1;
     const room = canvas.parentElement.parentElement.clientWidth - MARGIN.left - MARGIN.right;
     // Whole device pixels per cell where there is room: all cells are equally large.
@@ -78,6 +78,14 @@
       }
     }
     context.globalAlpha = 1;
+    context.strokeStyle = colors().window;
+    for (const isAfter of near && near < count ? (isCausal ? [false] : [false, true]) : []) { // the edges of the window
+      const at = (row, column) => [MARGIN.left, MARGIN.top].map((from, i) => from + [column, row][isAfter ? 1 - i : i] * pixels);
+      context.beginPath();
+      context.moveTo(...at(near - 0.5, 0));
+      context.lineTo(...at(count, count - near + 0.5));
+      context.stroke();
+    }
     context.strokeStyle = rule;
     context.strokeRect(MARGIN.left - 0.5, MARGIN.top - 0.5, side + 1, side + 1);
     context.fillStyle = quiet;

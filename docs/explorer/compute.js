@@ -23,7 +23,7 @@
     if (message) return { message };
     const fits = { ...state, head: clamp(state.head, state.num_heads), query: clamp(state.query, state.seq_len) };
     const found = { message: null, state: fits, python: explorer.python(fits) };
-    found.offsets = explorer.branchesOf(fits).map(({ index }) => {
+    found.offsets = explorer.allBranchesOf(fits).map(({ index }) => {
       const [first, end] = explorer.headRange(fits, index);
       return Array.from({ length: fits.num_kv_heads }, (_, head) =>
         first <= head && head < end ? explorer.offset(fits, index, head) : null);

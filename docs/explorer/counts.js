@@ -26,7 +26,27 @@
     return { cells, tokensPerCell: c, counts };
   }
 
+  // How many pairs of tokens of [begin, end) and [first, stop) have a key at most `most` tokens after the query.
+  function pairsUpTo(most, begin, end, first, stop) {
+    const rows = end - begin, columns = stop - first;
+    const low = Math.min(Math.max(most + 1 + begin - first, -rows), columns); // keys of the first query; of each other one more
+    const [a, b] = [low, low + rows].map((x) => Math.min(Math.max(x, 0), columns));
+    return (b * (b - 1) - a * (a - 1)) / 2 + columns * Math.max(low + rows - columns, 0);
+  }
+
+  function addWindow(counts, cells, c, window, numTokens, isCausal) {
+    const far = Math.ceil((window - 1) / c) + 1; // cells that a row of cells sees to a side, at most
+    for (let i = 0; i < cells; i++) {
+      const begin = i * c, end = Math.min(begin + c, numTokens);
+      for (let j = Math.max(0, i - far); j < Math.min(cells, isCausal ? i + 1 : i + far + 1); j++) {
+        const keys = [begin, end, j * c, Math.min((j + 1) * c, numTokens)];
+        counts[i * cells + j] += pairsUpTo(isCausal ? 0 : window - 1, ...keys) - pairsUpTo(-window, ...keys);
+      }
+    }
+  }
+
   function addBranch(counts, cells, c, branch, numTokens, isCausal) {
+    if (branch.window) return addWindow(counts, cells, c, branch.window, numTokens, isCausal);
     const w = Math.min(branch.length, numTokens);
     // Of each cell the segment of its first and of its last token, and what it keeps of either.
     const first = new Float64Array(cells), last = new Float64Array(cells);
@@ -59,7 +79,8 @@
   // How many branches join a pair.
   function multiplicity(branches, query, key, isCausal) {
     if (isCausal && key > query) return 0;
-    return branches.filter(({ length, rate, offset }) => {
+    return branches.filter(({ length, rate, offset, window }) => {
+      if (window) return Math.abs(query - key) < window;
       const start = Math.floor(query / length) * length;
       return Math.floor(key / length) * length === start && (query - start) % rate === offset && (key - start) % rate === offset;
     }).length;
@@ -71,6 +92,10 @@
   function queryKeys(state, branches) {
     const { query, seq_len: numTokens, is_causal: isCausal } = state;
     const runs = branches.map((branch) => {
+      if (branch.window) {
+        const start = Math.max(0, query - branch.window + 1), end = isCausal ? query + 1 : Math.min(query + branch.window, numTokens);
+        return { ...branch, start, end, keeps: true, first: start, rows: end - start };
+      }
       const start = Math.floor(query / branch.length) * branch.length;
       const keeps = (query - start) % branch.rate === branch.offset;
       const end = isCausal ? query + 1 : Math.min(start + branch.length, numTokens);
@@ -103,7 +128,7 @@
       heads,
       ...rawTiles(branches, numTokens, size, isCausal, blocks, heads.includes(explorer.kvHead(state)) ? group : null),
       packed: branches.reduce((sum, branch) => sum + packedTiles(branch, numTokens, size, isCausal), 0),
-      pairs: branches.reduce((sum, b) => sum + explorer.pairsOfBranch(b.length, b.rate, b.offset, numTokens, isCausal), 0n),
+      pairs: branches.reduce((sum, b) => sum + explorer.pairsOfBranch(b, b.offset, numTokens, isCausal), 0n),
     }));
     return { blocks, group, cells: ceilDiv(blocks, group), tiles: blocks * blocks, heads: found };
   }
@@ -125,7 +150,9 @@
           full += to - from + 1;
           addRun(fullIn, at, from, to, group);
         }
-        for (let column = first; mayComplete && column <= last; column++) {
+        // Where a window alone may leave too little for full tiles, they are among those that it joins in part.
+        const [near, end] = mayComplete === "near" ? columnRuns(branches.find((b) => b.window), row, numTokens, size, isCausal)[0] : [first, last];
+        for (let column = Math.max(first, near); mayComplete && column <= Math.min(last, end); column++) {
           if ((low <= column && column <= high) || !isJoined(branches, row * size, column * size, size, numTokens, isCausal)) continue;
           full++;
           addRun(fullIn, at, column, column, group);
@@ -158,14 +185,15 @@
     const found = new Map();
     for (const branch of branches) {
       const length = Math.min(branch.length, numTokens);
-      found.set(`${length},${branch.rate},${branch.offset}`, { ...branch, length });
+      found.set(`${length},${branch.rate},${branch.offset},${branch.window}`, { ...branch, length });
     }
     return [...found.values()];
   }
 
   // The column blocks that a branch joins with a row of blocks, as runs of [first, last].
-  function columnRuns({ length, rate, offset }, row, numTokens, size, isCausal) {
+  function columnRuns({ length, rate, offset, window }, row, numTokens, size, isCausal) {
     const begin = row * size, end = Math.min(begin + size, numTokens);
+    if (window) return [[Math.max(0, begin - window + 1), Math.min(end - 1 + (isCausal ? 0 : window - 1), numTokens - 1)].map((key) => Math.floor(key / size))];
     const found = [];
     for (let s = Math.floor(begin / length); s * length < end; s++) {
       const start = s * length, stop = Math.min(start + length, numTokens), lattice = start + offset;
@@ -182,22 +210,25 @@
   // First and last column block that branches of rate 1 join in full with a row of blocks.
   function fullColumns(branches, row, numTokens, size, isCausal) {
     const begin = row * size, last = begin + size - 1;
-    const lengths = branches.filter(({ rate }) => rate === 1).map(({ length }) => length);
-    if (!lengths.length || last >= numTokens) return [1, 0];
-    const down = Math.min(...lengths.map((w) => Math.floor(last / w) * w));
-    const up = Math.min(numTokens, isCausal ? begin + 1 : Infinity, Math.max(...lengths.map((w) => (Math.floor(begin / w) + 1) * w)));
+    const near = branches.filter(({ rate }) => rate === 1);
+    if (!near.length || last >= numTokens) return [1, 0];
+    const down = Math.min(...near.map(({ length: w, window }) => (window ? Math.max(0, last + 1 - window) : Math.floor(last / w) * w)));
+    const ends = near.map(({ length: w, window }) => (window ? begin + window : (Math.floor(begin / w) + 1) * w));
+    const up = Math.min(numTokens, isCausal ? begin + 1 : Infinity, Math.max(...ends));
     return [ceilDiv(down, size), Math.floor(up / size) - 1];
   }
 
   // Whether a dilated branch may complete a tile. Dilated branches join positions whose distance is a multiple of a rate: where the
   // borders of the rate 1 branches nest, they leave at least a row of a tile, which a few rates cannot fill.
   function completion(branches, size) {
-    const lengths = branches.filter(({ rate }) => rate === 1).map(({ length }) => length);
+    const lengths = branches.filter(({ rate, window }) => rate === 1 && !window).map(({ length }) => length);
     const longest = Math.max(...lengths);
     const rates = [...new Set(branches.map(({ rate }) => rate))].filter((rate) => rate > 1);
     const prime = rates.filter((rate) => !rates.some((other) => other !== rate && rate % other === 0));
     const nested = lengths.every((w) => longest % w === 0);
-    return prime.length > 0 && !(nested && prime.reduce((sum, rate) => sum + ceilDiv(size, rate), 0) < size);
+    if (!prime.length) return false;
+    if (!nested || prime.reduce((sum, rate) => sum + ceilDiv(size, rate), 0) >= size) return true;
+    return branches.some(({ window }) => window) && "near";
   }
 
   // Whether all pairs of a tile are joined: corners first, since few tiles survive them.
@@ -210,7 +241,15 @@
   }
 
   // Tiles of a mask over the kept rows of a branch, segment after segment.
-  function packedTiles({ length, rate, offset }, numTokens, size, isCausal) {
+  function packedTiles({ length, rate, offset, window }, numTokens, size, isCausal) {
+    if (window) {
+      let tiles = 0;
+      for (let row = 0; row * size < numTokens; row++) {
+        const [[first, last]] = columnRuns({ window }, row, numTokens, size, isCausal);
+        tiles += last - first + 1;
+      }
+      return tiles;
+    }
     const w = Math.min(length, numTokens);
     const rows = numKept(w, rate, offset);
     if (!rows) return 0;
@@ -257,18 +296,30 @@
     for (let q = 0; q < n; q++) now[q * words + (q >>> 5)] = 1 << (q & 31);
     const every = isCausal ? (n * (n + 1)) / 2 : n * n;
     const pairs = [n];
-    let shown = now;
+    let shown = now, isFinal = false;
     while (pairs.length <= explorer.LIMITS.layers) {
       const next = now.slice();
       for (const group of all) joinGroup(next, now, group, words, isCausal);
+      if (state.window > 1) joinWindow(next, now, words, state.window, isCausal);
       const count = countBits(next);
       const grown = count > pairs.at(-1);
       now = next;
       if (grown) pairs.push(count);
       if (pairs.length - 1 <= layers) shown = now;
-      if (!grown) break;
+      if ((isFinal = !grown)) break;
     }
-    return { words, bits: shown, pairs, every, layersToAll: pairs.at(-1) === every ? pairs.length - 1 : null };
+    return { words, bits: shown, pairs, every, layersToAll: pairs.at(-1) === every ? pairs.length - 1 : null, isFinal };
+  }
+
+  // Each row takes in the rows of the window before it and, not causal, after it; every step takes in up to twice as many.
+  function joinWindow(next, now, words, window, isCausal) {
+    const before = now.slice(), after = isCausal ? before : now.slice(), size = Math.min(window, now.length / words);
+    for (let taken = 1; taken < size; taken += Math.min(taken, size - taken)) {
+      const shift = Math.min(taken, size - taken) * words;
+      for (let i = now.length - 1; i >= shift; i--) before[i] |= before[i - shift];
+      if (!isCausal) for (let i = 0; i + shift < now.length; i++) after[i] |= after[i + shift];
+    }
+    for (let i = 0; i < now.length; i++) next[i] |= before[i] | after[i];
   }
 
   function joinGroup(next, now, { first, rate, end }, words, isCausal) {
@@ -322,7 +373,7 @@
     let now = new Uint8Array(n);
     now[query] = 1;
     const reached = [1];
-    let shown = now;
+    let shown = now, isFinal = false;
     while (reached.length <= explorer.LIMITS.layers) {
       const next = now.slice();
       for (const { first, rate, end } of all) {
@@ -336,20 +387,29 @@
         if (last < 0) continue;
         for (let q = first, stop = isCausal ? last + 1 : end; q < stop; q += rate) next[q] = 1;
       }
+      for (let q = n - 1, last = Infinity; state.window > 1 && q >= 0; q--) {
+        if (now[q]) last = q;
+        if (last - q < state.window) next[q] = 1;
+      }
+      for (let q = 0, last = -Infinity; state.window > 1 && !isCausal && q < n; q++) {
+        if (now[q]) last = q;
+        if (q - last < state.window) next[q] = 1;
+      }
       let count = 0;
       for (let q = 0; q < n; q++) count += next[q];
       now = next;
       const grown = count > reached.at(-1);
       if (grown) reached.push(count);
       if (reached.length - 1 <= layers) shown = now;
-      if (!grown) break;
+      if ((isFinal = !grown)) break;
     }
-    return { reached, every: isCausal ? query + 1 : n, shown };
+    return { reached, every: isCausal ? query + 1 : n, shown, isFinal };
   }
 
   // Tokens that no head of any branch keeps: they neither attend nor are seen.
   function uncovered(state) {
     const n = state.seq_len;
+    if (state.window !== null) return 0;
     if (n > MOST_FOLLOWED) return null;
     const kept = new Uint8Array(n);
     for (const { first, rate, end } of groups(state)) for (let q = first; q < end; q += rate) kept[q] = 1;

@@ -37,7 +37,7 @@
     return SIZES * octave + Math.floor((size / 2 ** octave - 1) * SIZES);
   };
   const SLIDERS = {
-    seq_len: { from: sizeAt, to: stepOf }, num_heads: { from: Number, to: Number }, num_kv_heads: { from: Number, to: Number },
+    window: { from: (step) => (step < 0 ? null : sizeAt(step)), to: stepOf }, seq_len: { from: sizeAt, to: stepOf }, num_heads: { from: Number, to: Number }, num_kv_heads: { from: Number, to: Number },
   };
 
   function slide(slider, value, to = (x) => x) {
@@ -103,7 +103,7 @@
     byId("controls").addEventListener("submit", (event) => event.preventDefault());
     byId("add").addEventListener("click", addBranch);
     for (const input of document.querySelectorAll("[data-number]")) {
-      input.addEventListener("input", () => setNumber(input.dataset.number, explorer.parseInteger(input.value)));
+      input.addEventListener("input", () => setNumber(input.dataset.number, numberIn(input)));
     }
     for (const slider of document.querySelectorAll("[data-slider]")) {
       slider.addEventListener("input", () => setNumber(slider.dataset.slider, SLIDERS[slider.dataset.slider].from(Number(slider.value))));
@@ -114,6 +114,9 @@
     }
     byId("copy").addEventListener("click", copy);
   }
+
+  // An empty field of the window is none.
+  const numberIn = ({ dataset, value }) => (dataset.number === "window" && !value.trim() ? null : explorer.parseInteger(value));
 
   // Key/value heads follow the query heads as long as both are the same.
   function setNumber(key, value) {
@@ -135,10 +138,11 @@
       for (const [input, isWrong] of [[w, !(length >= 1)], [r, !(rate >= 1 && rate <= length)]]) input.setAttribute("aria-invalid", isWrong);
     });
     for (const input of document.querySelectorAll("[data-number]")) {
-      write(input, state[input.dataset.number]);
-      input.setAttribute("aria-invalid", !(state[input.dataset.number] >= 1));
+      const value = state[input.dataset.number];
+      write(input, value ?? "");
+      input.setAttribute("aria-invalid", value !== null && !(value >= 1));
     }
-    for (const slider of document.querySelectorAll("[data-slider]")) slide(slider, state[slider.dataset.slider], SLIDERS[slider.dataset.slider].to);
+    for (const slider of document.querySelectorAll("[data-slider]")) slide(slider, state[slider.dataset.slider] ?? "none", SLIDERS[slider.dataset.slider].to);
     for (const box of document.querySelectorAll("[data-flag]")) box.checked = state[box.dataset.flag] === true;
     for (const choice of document.querySelectorAll("[data-choice]")) choice.value = state[choice.dataset.choice];
     for (const button of byId("presets").children) {

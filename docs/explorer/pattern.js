@@ -47,7 +47,10 @@ window.explorer = explorer;
       const i = values.findIndex((value) => !isInteger(value));
       if (i >= 0) return `${name}[${i}] must be an integer, got ${repr(values[i])}`;
     }
-    if (!lengths.length) return "segment_lengths must hold at least one length, got ()";
+    const { window } = state;
+    if (window !== null && !isInteger(window)) return `window must be an integer, got ${repr(window)}`;
+    if (window !== null && window < 1) return `window must be at least 1, got ${window}`;
+    if (!lengths.length && window === null) return "segment_lengths must hold at least one length where there is no window, got ()";
     if (lengths.length !== rates.length) {
       return `dilation_rates must hold one rate per segment length=${lengths.length}, got ${tuple(rates)}`;
     }
@@ -86,6 +89,7 @@ window.explorer = explorer;
     for (const [i, length] of state.segment_lengths.entries()) {
       if (length > LIMITS.segment_length) return most(`segment_lengths[${i}]`, LIMITS.segment_length, length);
     }
+    if (state.window > LIMITS.segment_length) return most("window", LIMITS.segment_length, state.window);
     for (const name of ["num_heads", "seq_len"]) if (state[name] > LIMITS[name]) return most(name, LIMITS[name], state[name]);
     for (const name of ["head", "query"]) {
       if (!isInteger(state[name]) || state[name] < 0) return `${name} must be an integer of at least 0, got ${repr(state[name])}`;
@@ -99,11 +103,17 @@ window.explorer = explorer;
 
   // -- what is kept ------------------------------------------------------------------------------------------------------------
 
+  // The branches of segments, and all of them: a window is the last one, a segment of rate 1 without end to who looks at offsets alone.
   const branchesOf = (state) => state.segment_lengths.map((length, i) => ({ index: i, length, rate: state.dilation_rates[i] }));
+
+  const allBranchesOf = (state) => [...branchesOf(state),
+    ...(state.window === null ? [] : [{ index: state.segment_lengths.length, length: Infinity, rate: 1, window: state.window }])];
+
+  const segmentsOf = (branches) => branches.filter(({ window }) => !window);
 
   // [first, end) of the key/value heads that run a branch.
   function headRange(state, branch) {
-    if (state.heads === "all") return [0, state.num_kv_heads];
+    if (state.heads === "all" || branch === state.segment_lengths.length) return [0, state.num_kv_heads];
     const count = state.segment_lengths.length;
     const size = Math.floor(state.num_kv_heads / count);
     const larger = state.num_kv_heads % count;
@@ -112,6 +122,7 @@ window.explorer = explorer;
   }
 
   function offset(state, branch, head) {
+    if (branch === state.segment_lengths.length) return 0; // the window
     const rate = state.dilation_rates[branch];
     if (state.heads === "grouped") return branch % rate;
     if (state.offsets === "interleaved") return head % rate;
@@ -120,7 +131,7 @@ window.explorer = explorer;
 
   // The branches that a key/value head runs, each with its offset.
   function headBranches(state, head) {
-    return branchesOf(state)
+    return allBranchesOf(state)
       .filter(({ index }) => headRange(state, index)[0] <= head && head < headRange(state, index)[1])
       .map((branch) => ({ ...branch, offset: offset(state, branch.index, head) }));
   }
@@ -140,7 +151,11 @@ window.explorer = explorer;
   // -- pairs -------------------------------------------------------------------------------------------------------------------
 
   // (query, key) pairs that one head of a branch scores. BigInt: they grow with the square of the segment.
-  function pairsOfBranch(length, rate, from, numTokens, isCausal) {
+  function pairsOfBranch({ length, rate, window }, from, numTokens, isCausal) {
+    if (window) {
+      const size = BigInt(Math.min(window, numTokens)), n = BigInt(numTokens), before = size * n - (size * (size - 1n)) / 2n;
+      return isCausal ? before : 2n * before - n;
+    }
     const w = Math.min(length, numTokens);
     const scored = (segment) => {
       const kept = BigInt(numKept(segment, rate, from));
@@ -151,13 +166,13 @@ window.explorer = explorer;
 
   // Over all key/value heads, a pair that m branches join counted m times: per branch, in all, and those of dense attention.
   function countPairs(state, numTokens = state.seq_len) {
-    const branches = branchesOf(state).map(({ index, length, rate }) => {
-      const [first, end] = headRange(state, index);
+    const branches = allBranchesOf(state).map((branch) => {
+      const { index } = branch, [first, end] = headRange(state, index);
       let total = 0n;
       const known = new Map();
       for (let head = first; head < end; head++) {
         const from = offset(state, index, head);
-        if (!known.has(from)) known.set(from, pairsOfBranch(length, rate, from, numTokens, state.is_causal));
+        if (!known.has(from)) known.set(from, pairsOfBranch(branch, from, numTokens, state.is_causal));
         total += known.get(from);
       }
       return total;
@@ -170,7 +185,9 @@ window.explorer = explorer;
   // -- Python ------------------------------------------------------------------------------------------------------------------
 
   function python(state) {
-    const fields = [`segment_lengths=${tuple(state.segment_lengths)}`, `dilation_rates=${tuple(state.dilation_rates)}`];
+    const lists = state.segment_lengths.length ? ["segment_lengths", "dilation_rates"] : [];
+    const fields = lists.map((name) => `${name}=${tuple(state[name])}`);
+    if (state.window !== null) fields.push(`window=${state.window}`);
     if (state.heads !== "all") fields.push(`heads="${state.heads}"`);
     if (state.offsets !== "blocked") fields.push(`offsets="${state.offsets}"`);
     for (const name of ["zero_padding", "detach_weights"]) if (state[name]) fields.push(`${name}=True`);
@@ -179,7 +196,7 @@ window.explorer = explorer;
 
   // -- patterns to begin with --------------------------------------------------------------------------------------------------
 
-  const RULES = { heads: "all", offsets: "blocked", zero_padding: false, detach_weights: false };
+  const RULES = { window: null, heads: "all", offsets: "blocked", zero_padding: false, detach_weights: false };
   const NUMBERS = { block_size: 128, head_dim: 64, layers: 2, head: 0, query: 0, is_causal: false };
   const TORCHSCALE = { zero_padding: true, detach_weights: true };
   const example = (segment_lengths, dilation_rates, num_heads, seq_len, more = {}) => ({
@@ -202,7 +219,7 @@ window.explorer = explorer;
   };
 
   Object.assign(explorer, {
-    LIMITS, NUMBERS, PRESETS, branchesOf, ceilDiv, countPairs, headBranches, headClasses, headRange, mod, numKept, offset, pairsOfBranch,
-    parseInteger, python, refusal,
+    LIMITS, NUMBERS, PRESETS, allBranchesOf, branchesOf, ceilDiv, countPairs, headBranches, headClasses, headRange, mod, numKept, offset, pairsOfBranch,
+    parseInteger, python, refusal, segmentsOf,
   });
 })();

@@ -2,8 +2,8 @@
 "use strict";
 
 (() => {
-  const { axis, cellsOf, colors, cursor, escaped, flops, headNames, levels, logLines, number, percent, plural, range, square,
-    strip, table, times } = explorer;
+  const { axis, cellsOf, colors, cursor, escaped, flops, headNames, levels, logLines, number, pairName, percent, plural, range,
+    shortName, square, strip, table, times } = explorer;
 
   const SHARES = [1 / 256, 1 / 64, 1 / 16, 1 / 4, 1]; // where columns of many tokens change colour
   // What the colours of cells of many pairs mean: a cell of more than limits[i] per pair has at least the colour of names[i + 1].
@@ -16,7 +16,7 @@
 
   // The level of each cell: its count where a cell is a pair, else by its share; and what the levels mean. `branches` is the most
   // that a head has: the colours of all heads, and of all positions of a slider, mean the same.
-  function shaded({ counts, cells, tokensPerCell: c }, { isCausal, numTokens, branches = 1, joined = false, scale = JOINS }) {
+  function shaded({ counts, cells, tokensPerCell: c }, { isCausal, numTokens, branches = 1, near = null, joined = false, scale = JOINS }) {
     const level = new Uint8Array(counts.length);
     let names, palette, title = null;
     if (c === 1 || joined) {
@@ -39,6 +39,11 @@
       }
       ({ names, title } = scale);
       palette = levels(names.length);
+    }
+    if (near && !joined) {
+      for (let i = 0; i < counts.length; i++) if (near[i] && near[i] === counts[i]) level[i] = palette.length + 1;
+      palette = [...palette, colors().window];
+      names = [...names, "the window alone"];
     }
     palette = [colors().apart, ...palette, colors().future];
     if (isCausal) {
@@ -141,7 +146,7 @@
       const count = counts[row * cells + column];
       if (c === 1) {
         const by = branches.filter((branch) => explorer.multiplicity([branch], row, column, isCausal));
-        const names = by.map(({ length, rate }) => `(${number(length)}, ${rate})`).join(" and ");
+        const names = by.map(pairName).join(" and ");
         const what = count ? `joined by ${plural(count, "branch", "branches")}, ${names}` : isCausal && column > row ? "in the future" : "not joined";
         return `query ${number(row)}, key ${number(column)}: ${what}`;
       }
@@ -157,19 +162,23 @@
       const joined = el.querySelector("[name=shade]:checked").value === "any";
       const branches = Math.max(...classes.map((one) => one.branches.length));
       const options = { isCausal: state.is_causal, numTokens: state.seq_len, branches, joined };
-      const { level, palette, items } = shaded(this.found, options);
+      const { level, palette, items } = shaded(this.found, { ...options, near: inWindow(state) });
       el.querySelector(".about").textContent =
         `Queries down, keys across; ${joined ? "a pair is marked when any branch joins it" : "the colour shows how many branches join a pair"}` +
-        ` for head ${state.head}. Outlined squares are segments. A click, or Enter, opens the query in the view One query. ` +
+        ` for head ${state.head}. Outlined squares are segments${state.window ? ", lines the edges of the window" : ""}. A click, or Enter, opens the query in the view One query. ` +
         grain(this.found.tokensPerCell, state.seq_len, joined ? "having any joined pair" : "joins per pair") + ofHeads(state);
       this.place(square(el.querySelector("canvas"), {
         level, palette, cells: this.found.cells, perCell: this.found.tokensPerCell, count: state.seq_len,
-        segments: this.found.branches.map(({ length }) => length), isCausal: state.is_causal,
+        segments: explorer.segmentsOf(this.found.branches).map(({ length }) => length), window: state.window ?? 0, isCausal: state.is_causal,
       }));
       el.querySelector(".legend").innerHTML = legend(items);
       multiples(el.querySelector(".multiples"), classes, chosen, options, state, app, isMoving);
     },
   };
+
+  // The pairs of a picture's cells that are in the window, where there is one.
+  const inWindow = (state, most) => state.window &&
+    explorer.picture([{ window: state.window }], state.seq_len, state.is_causal, most).counts;
 
   // A small picture for each heads that keep the same; pressing one looks at its first head.
   function multiples(box, classes, chosen, options, state, app, isMoving) {
@@ -186,11 +195,11 @@
       const { heads, branches } = classes[i];
       button.dataset.head = heads[0];
       button.setAttribute("aria-pressed", i === chosen);
-      button.querySelector("span").textContent = `${headNames(heads)}: offset ${branches.map(({ offset }) => offset).join(", ") || "none"}`;
+      button.querySelector("span").textContent = `${headNames(heads)}: offset ${explorer.segmentsOf(branches).map(({ offset }) => offset).join(", ") || "none"}`;
       if (isMoving && state.seq_len > 512) return; // they follow when the slider rests
       const canvas = button.querySelector("canvas");
       const few = explorer.picture(branches, state.seq_len, state.is_causal, 96);
-      const { level, palette } = shaded(few, options);
+      const { level, palette } = shaded(few, { ...options, near: inWindow(state, 96) });
       if (canvas.width !== few.cells) Object.assign(canvas, { width: few.cells, height: few.cells });
       canvas.getContext("2d").drawImage(cellsOf(level, few.cells, few.cells, palette), 0, 0);
     });
@@ -225,7 +234,7 @@
       const { runs, state } = this.found, n = state.seq_len, bins = Math.min(n, BINS), bin = Math.floor(place * bins);
       const first = Math.floor((bin * n) / bins), end = Math.floor(((bin + 1) * n) / bins);
       const seen = runs.map((run) => [run, binned([run], [first, end])[0]]).filter(([, count]) => count);
-      const where = seen.map(([run, count]) => `${end - first === 1 ? "" : `${number(count)} `}in (${number(run.length)}, ${run.rate})`).join(", ");
+      const where = seen.map(([run, count]) => `${end - first === 1 ? "" : `${number(count)} `}in ${pairName(run)}`).join(", ");
       return `query ${number(state.query)}, key${end - first === 1 ? "" : "s"} ${range(first, end)}: ${seen.length ? `seen ${where}` : "not seen"}`;
     },
     render(el, { query, state }) {
@@ -236,19 +245,19 @@
         if (document.activeElement !== input || input.type === "range") input.value = state.query;
       }
       const { runs, keys, joins, farthest } = query;
-      el.querySelector(".about").textContent = "Each strip is the whole sequence; the outline is the query's segment, the mark the query." +
+      el.querySelector(".about").textContent = "Each strip is the whole sequence; the outline is the query's segment or window, the mark the query." +
         (state.seq_len > BINS ? ` ${number(state.seq_len)} tokens are too many to draw one by one: each of ${BINS} columns is coloured by the share of its tokens that are seen.` : "");
       el.querySelector(".conclusion").textContent = keys
         ? `Query ${number(state.query)} of head ${state.head} sees ${plural(keys, "key")}` +
           `${joins > keys ? `, some in several branches (${number(joins)} scores)` : ""}; the farthest is ${plural(farthest, "token")} away.`
         : `Query ${number(state.query)} of head ${state.head} sees no key: no branch keeps it in this head. Its output is 0.`;
-      const rows = [{ name: "all branches", runs }, ...runs.map((run) => ({ name: `w ${number(run.length)}, r ${run.rate}`, runs: [run], spans: [[run.start, run.end]] }))];
+      const rows = [{ name: "all branches", runs }, ...runs.map((run) => ({ name: shortName(run), runs: [run], spans: [[run.start, run.end]] }))];
       const items = strips(el.querySelector("[data-of=branches]"), rows, state);
       el.querySelector(".legend").innerHTML = legend(items);
       const classes = explorer.headClasses(state).map(({ heads, branches }) => ({ name: headNames(heads), ...explorer.queryKeys(state, branches) }));
       strips(el.querySelector("[data-of=heads]"), classes, state);
-      el.querySelector(".numbers").innerHTML = table(`Branches of head ${state.head}`, ["branch", "offset", "segment", "keeps the query", "keys"],
-        runs.map((run) => [`w ${number(run.length)}, r ${run.rate}`, number(run.offset), range(run.start, run.end), run.keeps ? "yes" : "no", number(run.rows)]));
+      el.querySelector(".numbers").innerHTML = table(`Branches of head ${state.head}`, ["branch", "offset", "segment or window", "keeps the query", "keys"],
+        runs.map((run) => [shortName(run), number(run.offset), range(run.start, run.end), run.keeps ? "yes" : "no", number(run.rows)]));
     },
   };
 
@@ -261,7 +270,7 @@
     const n = state.seq_len;
     const bins = Math.min(n, BINS), edges = Array.from({ length: bins + 1 }, (_, i) => Math.floor((i * n) / bins));
     const counted = rows.map(({ runs }) => binned(runs, edges));
-    const most = state.heads === "grouped" ? 1 : state.segment_lengths.length;
+    const most = Math.max(...explorer.headClasses(state).map(({ branches }) => branches.length));
     const single = bins === n;
     const palette = [colors().apart, ...(single ? levels(most) : levels(SHARES.length + 1))];
     const spans = box.querySelectorAll("span"), canvases = box.querySelectorAll("canvas");
@@ -401,7 +410,7 @@
       const group = BigInt(state.num_heads / state.num_kv_heads);
       const work = (count) => flops(4n * BigInt(state.head_dim) * group * count);
       el.querySelector(".numbers").innerHTML = table("Pairs of each branch", ["branch", "heads", "pairs", "share", "of dense", "forward"], [
-        ...pairs.branches.map((count, i) => [`w ${number(state.segment_lengths[i])}, r ${state.dilation_rates[i]}`,
+        ...pairs.branches.map((count, i) => [shortName(explorer.allBranchesOf(state)[i]),
           number(explorer.headRange(state, i)[1] - explorer.headRange(state, i)[0]), number(count), pairs.total ? percent(count, pairs.total) : "-",
           percent(count, pairs.dense), work(count)]),
         ["all branches", number(state.num_kv_heads), number(pairs.total), "100 %", percent(pairs.total, pairs.dense), work(pairs.total)],
@@ -477,14 +486,15 @@
   function conclusion(reach, reachOf, state) {
     if (reach) {
       const every = state.is_causal ? "every token has seen every token before it" : "every token has seen every other";
+      if (reach.layersToAll === null && !reach.isFinal) return `Not after ${plural(reach.pairs.length - 1, "layer")}; more are not followed.`;
       return reach.layersToAll === null ? `Never: some tokens stay unseen by others, however many layers there are. ${percent(reach.pairs.at(-1), reach.every)} of the pairs are ever seen.`
         : `After ${plural(reach.layersToAll, "layer")} ${every}.`;
     }
     if (!reachOf) return "Too many tokens to follow even one query.";
-    const { reached, every } = reachOf;
+    const { reached, every, isFinal } = reachOf;
     const needs = plural(reached.length - 1, "layer");
     return reached.at(-1) === every ? `Query ${number(state.query)} has seen ${state.is_causal ? "every token before it" : "every token"} after ${needs}.`
-      : `Query ${number(state.query)} sees ${number(reached.at(-1))} of ${number(every)} tokens, after ${needs}; more layers add none.`;
+      : `Query ${number(state.query)} sees ${number(reached.at(-1))} of ${number(every)} tokens, after ${needs}; ${isFinal ? "more layers add none" : "more are not followed"}.`;
   }
 
   // What the query has seen after the shown layer, over the whole sequence.

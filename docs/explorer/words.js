@@ -38,6 +38,10 @@
     return list.length > 4 ? `${name} ${list[0]}, ${list[1]}, … ${list.at(-1)}` : `${name} ${list.join(", ")}`;
   }
 
+  // A branch in short, and in a sentence.
+  const shortName = ({ length, rate, window }) => (window ? `window ${number(window)}` : `w ${number(length)}, r ${rate}`);
+  const pairName = ({ length, rate, window }) => (window ? `the window of ${number(window)}` : `(${number(length)}, ${rate})`);
+
   const range = (first, end) => (end - first === 1 ? number(first) : `${number(first)}-${number(end - 1)}`);
 
   const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
@@ -60,7 +64,7 @@
 
   function colors() {
     known ||= {
-      ...Object.fromEntries(["paper", "ink", "quiet", "rule", "accent", "mark", "apart", "future"].map((name) => [name, variable(name)])),
+      ...Object.fromEntries(["paper", "ink", "quiet", "rule", "accent", "mark", "window", "apart", "future"].map((name) => [name, variable(name)])),
       scale: variable("scale").split(" "),
     };
     return known;
@@ -81,5 +85,5 @@
     });
   }
 
-  Object.assign(explorer, { colors, escaped, flops, headNames: heads, levels, number, percent, plural, range, table, times });
+  Object.assign(explorer, { colors, escaped, flops, headNames: heads, levels, number, pairName, percent, plural, range, shortName, table, times });
 })();

@@ -1,4 +1,4 @@
-"""Patterns under a budget: a local branch, and far branches that carry information over the whole sequence."""
+"""Patterns under a budget: a local branch or a window, and far branches that carry information over the whole sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Choice:
 
     >>> choice = choose_pattern(4096, 8, budget=0.05).shown[0]
     >>> choice.pairs, round(choice.share, 3), choice.is_within_budget
-    (6291456, 0.047, True)
+    (6226432, 0.046, True)
     """
 
     pattern: DilatedPattern
@@ -37,8 +37,9 @@ class Choice:
 
     @property
     def local(self) -> int:
-        """Tokens of the longest rate-1 segment, 0 without one."""
-        return max((length for length, rate in self.pattern.segments("choose_pattern") if rate == 1), default=0)
+        """Tokens of the longest rate-1 segment, 0 without one. A window counts twice: a segment of 2 w tokens costs no less."""
+        segments, window = self.pattern.split("choose_pattern")
+        return max([2 * window.size if window else 0, *(length for length, rate in segments if rate == 1)])
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Choices:
     """The result of `choose_pattern`.
 
     >>> [choice.pattern.segment_lengths for choice in choose_pattern(4096, 8, budget=0.05, most=2).shown]
-    [(128, 4096), (24, 336, 360)]
+    [(4096,), (128, 4096)]
     """
 
     num_tokens: int
@@ -69,11 +70,12 @@ def choose_pattern(
     """Patterns under a budget, best first, with one sentence about each.
 
     >>> choose_pattern(4096, 8, budget=0.05).shown[0].pattern.branches
-    (Segments(segment_length=128, dilation_rate=1), Segments(segment_length=4096, dilation_rate=8))
+    (Segments(segment_length=4096, dilation_rate=8), Window(size=64))
 
-    All proposals are connected (`DilatedPattern.crosses_boundaries`): a local branch and one far branch over the whole sequence, or
-    two far branches whose boundaries differ. Better is: fewer branches, then a lower far rate, then longer local segments, as in
-    experiments with small causal models.
+    All proposals are connected (`DilatedPattern.crosses_boundaries`): a local branch or a window and one far branch over the whole
+    sequence, or a local branch and two far branches whose boundaries differ. Better is: fewer branches, then a lower far rate, then
+    longer local segments, then fewer pairs, as in experiments with small causal models. A window of w tokens costs less than local
+    segments of 2 w tokens, which read as many keys on average.
 
     Args:
         num_tokens: Sequence length N, up to 2**40. For packed documents: the tokens of the longest document.
@@ -111,13 +113,18 @@ def choose_pattern(
                 total += repeats * residues * (num_rows * (num_rows + 1) // 2 if is_causal else num_rows * num_rows)
         return num_heads // rate * total
 
+    def pairs_over(pattern: DilatedPattern) -> int:
+        segments, window = pattern.split("choose_pattern")
+        near = 0 if window is None else num_heads * window.count_pairs(num_tokens, is_causal=is_causal)
+        return near + sum(pairs_of(*branch) for branch in segments)
+
     dense = pairs_of(num_tokens, 1)
 
     def judged(pattern: DilatedPattern, pairs: int, why: str, *, is_given: bool = False) -> Choice:
         return Choice(pattern, pairs, pairs / dense, pairs <= budget * dense, is_given, why)
 
     proposals = [
-        judged(pattern, sum(pairs_of(*branch) for branch in pattern.branches), _about(pattern, num_tokens, num_heads))
+        judged(pattern, pairs_over(pattern), _about(pattern, num_tokens, num_heads))
         for pattern in _proposals(num_tokens, num_heads)
     ]
     tried = sorted((choice for choice in proposals if choice.share <= 1.0), key=_order)
@@ -157,9 +164,9 @@ def few_heads(choices: Choices) -> str | None:
     )
 
 
-def _order(choice: Choice) -> tuple[int, int, int]:
+def _order(choice: Choice) -> tuple[int, int, int, int]:
     """Better comes first."""
-    return (len(choice.pattern.branches), max(choice.pattern.dilation_rates), -choice.local)
+    return (len(choice.pattern.branches), max(choice.pattern.dilation_rates), -choice.local, choice.pairs)
 
 
 def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
@@ -171,6 +178,7 @@ def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
             if not max(SHORTEST, 4 * rate) <= local < num_tokens:
                 continue
             yield DilatedPattern((local, num_tokens), (1, rate))
+            yield DilatedPattern((num_tokens,), (rate,), window=local // 2)
             parts = max(2, math.isqrt(num_tokens // local) + 1)  # n (n + 1) of them reach the next boundary of all branches
             if (parts + 1) * local < num_tokens:
                 yield DilatedPattern((local, parts * local, (parts + 1) * local), (1, rate, rate))
@@ -179,11 +187,13 @@ def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
 def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> str:
     if len(pattern.branches) == 1:
         return "Dense attention: every token reads all others."
-    (local, _), (far, rate), *third = pattern.segments("choose_pattern")
+    segments, window = pattern.split("choose_pattern")
+    (far, rate), *third = segments if window else segments[1:]
+    near = f"a window of {window.size:,} tokens" if window else f"its segment of {segments[0].segment_length:,} tokens"
     where = f"the tokens of longer segments of {far:,} and {third[0][0]:,}" if third else f"all {num_tokens:,} tokens"
     num_readers = num_heads // rate
     count = f"{num_readers} heads read" if num_readers > 1 else "one head reads"
-    return f"Each token reads its segment of {local:,} tokens and, in each head, 1 in {rate} of {where}; {count} the same ones."
+    return f"Each token reads {near} and, in each head, 1 in {rate} of {where}; {count} the same ones."
 
 
 def _about_given(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> str:

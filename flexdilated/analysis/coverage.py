@@ -4,11 +4,13 @@ Tokens that lie in the same segment of every branch and have the same residues t
 same tokens see them. The kept tokens of one segment and offset, a clique, see each other. So a question about N tokens is one about
 kinds of twins and cliques, of which there are few. Where the segments nest and the rates divide the shortest, segments beyond the
 second at any level change nothing (to fold one onto its neighbour keeps who sees whom): there are few however long the sequence is.
+With a window, a token of one kind is as many steps of the window away from each clique as the others of its kind.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -16,13 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import Integers, Together, borders, check_listable, checked, each_block, merge_heads
-from flexdilated.analysis.reach import reachable
+from flexdilated.analysis.reach import near_any, reachable
+from flexdilated.core.branch import ceil_div
 from flexdilated.core.pattern import DilatedPattern
 
 MAX_KINDS = 2**15  # every pair of them is looked at
 MAX_CLIQUES = 2**12  # likewise
 MAX_STEPS = 2**20  # layers that one token is followed through
 MAX_CAUSAL = 1024  # tokens whose pairs are looked at, a product of matrices per layer
+MAX_STEPS_AWAY = 2**25  # tokens times cliques, beside a window
+MAX_WINDOW_KINDS = 2**10  # of tokens beside a window, and cliques: every two of them are looked at, by way of any third
 FEW = 3  # segments that stand for any number of them: one's own, another's, and what is shorter comes behind fewer
 
 
@@ -41,10 +46,11 @@ def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int
     _, num_heads = checked(pattern, 1, num_heads)
     check_listable(pattern)
     missing = []
-    for branch, (_, rate) in enumerate(pattern.segments("missing_residues")):
+    segments, window = pattern.split("missing_residues")
+    for branch, (_, rate) in enumerate(segments):
         kept_residues = {pattern.offset(branch, head, num_heads) for head in pattern.head_range(branch, num_heads)}
         missing.append(tuple(residue for residue in range(rate) if residue not in kept_residues))
-    return tuple(missing)
+    return (*missing, *([] if window is None else [()]))
 
 
 def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> int:
@@ -61,6 +67,8 @@ def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) ->
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
     check_listable(pattern)
     branches = merge_heads(pattern, num_tokens, num_heads)
+    if pattern.split("count_uncovered")[1] is not None:
+        return 0
     if any(len(branch.offsets) == branch.rate for branch in branches):
         return 0
     blocks = each_block([branch.length for branch in branches], num_tokens)
@@ -97,13 +105,22 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
     causal, one that all undilated branches share. Arguments and errors are those of `count_pairs`. Time does not grow with N where
     segments nest and rates divide the shortest one, or where the answer is None; otherwise with the number of segments.
 
+    With a window it is in closed form for undilated segments. Beside dilated segments time grows with N and the number of segments,
+    which if causal must span the sequence above 1,024 tokens.
+
     Raises:
         NotImplementedError: If the segments do not nest and are too many to look at all of them.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     if num_tokens == 1:
         return 0
-    branches = merge_heads(pattern, num_tokens, num_heads)
+    branches, window = merge_heads(pattern, num_tokens, num_heads), pattern.split("layers_to_cover")[1]
+    if window is not None and window.size > 1:
+        return _layers_with_window(pattern, branches, num_tokens, num_heads, window.size - 1, is_causal=is_causal)
+    if window is not None:  # each token sees itself, as it does anyway
+        if not branches:
+            return None
+        pattern = replace(pattern, window=None)
     if is_causal:
         return _causal_layers(pattern, branches, num_tokens, num_heads)
     if math.lcm(*(branch.length for branch in branches)) < num_tokens or count_uncovered(pattern, num_tokens, num_heads):
@@ -217,10 +234,99 @@ def _causal_layers(pattern: DilatedPattern, branches: list[Together], num_tokens
             f"num_tokens must be at most {MAX_CAUSAL} for causal patterns whose undilated segments overlap beside dilated ones, "
             f"got {num_tokens}; use keys_seen for single queries"
         )
+    return _count_layers(pattern, num_tokens, num_heads)
+
+
+def _count_layers(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> int:
+    """Causal layers of a pattern that covers in the end, by a look at every pair."""
     layers, most = 1, int(np.tri(num_tokens, dtype=np.int64).sum())
     while int(reachable(pattern, num_tokens, num_heads, layers=layers, is_causal=True).sum()) < most:
         layers += 1
     return layers
+
+
+def _layers_with_window(
+    pattern: DilatedPattern, branches: list[Together], num_tokens: int, num_heads: int, step: int, *, is_causal: bool
+) -> int:
+    """`layers_to_cover` with a window that sees `step` tokens to a side, at least 1."""
+    undilated = [branch.length for branch in branches if branch.rate == 1]
+    if num_tokens <= max([step + 1, *undilated]):
+        return 1
+    if not branches:
+        return ceil_div(num_tokens - 1, step)
+    if len(undilated) == len(branches) and num_tokens // max([step, *undilated]) <= MAX_STEPS:
+        # What a token has seen is a run of tokens around it. The last one takes longest to see the first.
+        at, layers = num_tokens - 1, 0
+        while at > 0:
+            at, layers = min([at - step, *(at // length * length for length in undilated)]), layers + 1
+        return layers
+    if not is_causal:
+        return _layers_by_steps(branches, num_tokens, step)
+    if num_tokens <= MAX_CAUSAL:
+        return _count_layers(pattern, num_tokens, num_heads)
+    return _layers_of_period(branches, num_tokens, step)
+
+
+def _layers_of_period(branches: list[Together], num_tokens: int, step: int) -> int:
+    """Causal layers where all segments span the sequence: who sees a token depends on its residue and on their distance alone."""
+    period, most = math.lcm(*(branch.rate for branch in branches)), 0
+    if min(branch.length for branch in branches) < num_tokens or period * num_tokens > MAX_STEPS_AWAY:
+        raise NotImplementedError(
+            f"num_tokens must be at most {MAX_CAUSAL} for causal patterns of a window and dilated segments that do not span the "
+            f"sequence, at most {MAX_STEPS_AWAY // period} for those that do, got {num_tokens}; use keys_seen for single queries"
+        )
+    for token in range(period):
+        seen_by, layers = np.arange(num_tokens) == token, 0
+        while not seen_by[token:].all():
+            further = near_any(seen_by, step, 0)
+            for _, rate, offsets in branches:
+                for offset in offsets:
+                    kept = seen_by[offset::rate]
+                    if kept.any():
+                        further[offset + int(kept.argmax()) * rate :: rate] = True
+            seen_by, layers = further, layers + 1
+        most = max(most, layers)
+    return most
+
+
+def _layers_by_steps(branches: list[Together], num_tokens: int, step: int) -> int:
+    """Layers, not causal: steps of the window alone lead to a token, or steps to a clique, layers across cliques, and steps."""
+    if sum(ceil_div(num_tokens, length) * len(offsets) for length, _, offsets in branches) * num_tokens > MAX_STEPS_AWAY:
+        raise _too_few_steps(num_tokens)
+    cliques = [
+        range(start + offset, min(start + length, num_tokens), rate)
+        for length, rate, offsets in branches
+        for offset in offsets
+        for start in range(0, num_tokens - offset, length)
+    ]
+    position, kind = np.arange(num_tokens), np.zeros(num_tokens, np.int64)
+    away = np.empty((len(cliques), num_tokens), np.int32)  # steps from a token to the nearest one of a clique
+    for row, clique in zip(away, cliques):
+        before = np.clip((position - clique.start) // clique.step, 0, len(clique) - 1)
+        nearest = [abs(position - clique.start - i * clique.step) for i in (before, np.minimum(before + 1, len(clique) - 1))]
+        row[:] = -(-np.minimum(*nearest) // step)
+        first, kind = np.unique(kind * (num_tokens + 1) + row, return_index=True, return_inverse=True)[1:]
+        if max(len(first), len(cliques)) > MAX_WINDOW_KINDS:
+            raise _too_few_steps(num_tokens)
+    kinds = away[:, first].T  # (kinds, cliques)
+    onward = np.stack([away[:, clique].min(axis=1) for clique in cliques]) + 1  # layers from one clique to another
+    np.fill_diagonal(onward, 0)
+    for between in range(len(cliques)):
+        onward = np.minimum(onward, onward[:, between, None] + onward[between])
+    last = num_tokens - 1 - np.unique(kind[::-1], return_index=True)[1]
+    most = 0
+    for i, row in enumerate(kinds):
+        by_cliques = (1 + (row[:, None] + onward).min(axis=0) + kinds).min(axis=1)
+        by_steps = -(-np.maximum(last - first[i], last[i] - first) // step)
+        most = max(most, int(np.minimum(by_cliques, by_steps).max()))
+    return most
+
+
+def _too_few_steps(num_tokens: int) -> NotImplementedError:
+    return NotImplementedError(
+        f"num_tokens must be such that tokens times segments and offsets are at most {MAX_STEPS_AWAY} beside a window, of at most "
+        f"{MAX_WINDOW_KINDS} kinds, got {num_tokens}; use longer segments, fewer tokens, or keys_seen for single queries"
+    )
 
 
 def _too_many(kind: str, count: int, most: int, branches: tuple[Together, ...]) -> NotImplementedError:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import Kept, Window
 from flexdilated.core.integers import at_least_one
 from flexdilated.core.pattern import DilatedPattern
 
@@ -52,12 +52,12 @@ def check_listable(pattern: DilatedPattern) -> None:
     Raises:
         NotImplementedError: If a rate is above 2**20.
     """
-    if max(rate for _, rate in pattern.segments("lists of residues")) > MOST_LISTED:
+    if max((rate for _, rate in pattern.split("lists of residues")[0]), default=1) > MOST_LISTED:
         raise NotImplementedError(f"dilation_rates must be at most {MOST_LISTED} to list residues, got {pattern.dilation_rates}")
 
 
 def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:
-    """Heads by the tokens that they keep, `{one entry per branch that they run: heads}`."""
+    """Heads by the tokens that they keep, `{one entry per branch of segments that they run: heads}`; the window is of all."""
     groups: dict[tuple[Kept, ...], list[int]] = {}
     for head in range(num_heads):
         branches = pattern.kept(head, num_heads, "coverage and reach")
@@ -67,7 +67,7 @@ def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dic
 
 
 def merge_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Together]:
-    """The distinct branches of all heads together, the shortest segments first."""
+    """The distinct branches of segments of all heads together, the shortest segments first."""
     offsets_by_branch: dict[tuple[int, int], set[int]] = {}
     for branches in group_heads(pattern, num_tokens, num_heads):
         for length, rate, offset in branches:
@@ -141,12 +141,12 @@ def _modulo(x: Integers, by: int) -> Integers:
     return x - x // by * by
 
 
-def sum_exact(counts: Integers, *, is_causal: bool) -> int:
-    """The sum of `n * n`, or of `n (n + 1) / 2`, in integers of any size."""
+def sum_exact(counts: Integers, window: Window, *, is_causal: bool) -> int:
+    """The pairs of `n` rows in a window over them, summed over all counts `n`, in integers of any size."""
     if int(counts.max()) <= len(counts):  # no sort
         repeats = np.bincount(counts)
         sizes = np.flatnonzero(repeats)
         repeats = repeats[sizes]
     else:
         sizes, repeats = np.unique(counts, return_counts=True)
-    return sum((n * (n + 1) // 2 if is_causal else n * n) * m for n, m in zip(sizes.tolist(), repeats.tolist()))
+    return sum(window.count_pairs(n, is_causal=is_causal) * m for n, m in zip(sizes.tolist(), repeats.tolist()))

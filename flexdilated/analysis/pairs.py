@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
-from math import comb
+from math import comb, lcm
 from typing import NamedTuple
 
 from flexdilated.analysis.lattice import checked, count_common, each_block, group_heads, sum_exact
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import Kept, Window
 from flexdilated.core.pattern import DilatedPattern
 
 MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
@@ -55,7 +56,8 @@ def count_pairs(
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     counts = []
-    for branch, (length, rate) in enumerate(pattern.segments("count_pairs")):
+    segments, window = pattern.split("count_pairs")
+    for branch, (length, rate) in enumerate(segments):
         by_offset: dict[int, int] = {}
         row = [0] * num_heads
         for head in pattern.head_range(branch, num_heads):
@@ -64,6 +66,8 @@ def count_pairs(
                 by_offset[offset] = Kept(length, rate, offset).count_pairs(num_tokens, is_causal=is_causal)
             row[head] = by_offset[offset]
         counts.append(tuple(row))
+    if window is not None:
+        counts.append((window.count_pairs(num_tokens, is_causal=is_causal),) * num_heads)
     return tuple(counts)
 
 
@@ -90,8 +94,10 @@ def count_multiplicities(
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     counts_by_head: list[dict[int, int]] = [{}] * num_heads
-    joined_pairs: dict[tuple[Kept, ...], int] = {}
-    for branches, heads in group_heads(pattern, num_tokens, num_heads).items():
+    joined_pairs: dict[tuple[Kept | Window, ...], int] = {}
+    window = pattern.split("count_multiplicities")[1]
+    for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
+        branches: list[Kept | Window] = [*kept, *([] if window is None else [window])]
         counts = _multiplicities(branches, num_tokens, joined_pairs, is_causal=is_causal)
         for head in heads:
             counts_by_head[head] = counts
@@ -99,7 +105,7 @@ def count_multiplicities(
 
 
 def _multiplicities(
-    branches: tuple[Kept, ...], num_tokens: int, joined_pairs: dict[tuple[Kept, ...], int], *, is_causal: bool
+    branches: Sequence[Kept | Window], num_tokens: int, joined_pairs: dict[tuple[Kept | Window, ...], int], *, is_causal: bool
 ) -> dict[int, int]:
     """`count_multiplicities` of one head. `joined_pairs` holds the number of pairs that all branches of a set join."""
     if len(branches) > MAX_BRANCHES:
@@ -127,8 +133,11 @@ def _multiplicities(
     return {m: pairs for m, pairs in exactly.items() if pairs}
 
 
-def _joined_by_all(members: tuple[Kept, ...], num_tokens: int, *, is_causal: bool) -> int:
+def _joined_by_all(members: tuple[Kept | Window, ...], num_tokens: int, *, is_causal: bool) -> int:
     if len(members) == 1:
         return members[0].count_pairs(num_tokens, is_causal=is_causal)
-    blocks = each_block([branch.length for branch in members], num_tokens)
-    return sum(times * sum_exact(count_common(members, tokens), is_causal=is_causal) for tokens, times in blocks)
+    kept = [branch for branch in members if isinstance(branch, Kept)]
+    window = next((branch for branch in members if isinstance(branch, Window)), Window(num_tokens))
+    rows = window.rows(lcm(*(branch.rate for branch in kept)))  # kept tokens of a cell are so far apart
+    blocks = each_block([branch.length for branch in kept], num_tokens)
+    return sum(times * sum_exact(count_common(kept, tokens), rows, is_causal=is_causal) for tokens, times in blocks)

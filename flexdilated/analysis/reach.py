@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import Integers, checked, group_heads
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import Kept, Window
 from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
 
@@ -27,8 +27,10 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> t
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
     reach = [-1] * num_heads
-    for branches, heads in group_heads(pattern, num_tokens, num_heads).items():
-        most = max(branch.longest_reach() for branch in branches)
+    window = pattern.split("longest_reach")[1]
+    near = -1 if window is None else min(window.size, num_tokens) - 1
+    for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
+        most = max([near, *(branch.longest_reach() for branch in kept)])
         for head in heads:
             reach[head] = most
     return tuple(reach)
@@ -63,8 +65,9 @@ def reachable(
     if num_tokens > MAX_MATRIX:
         raise ValueError(f"num_tokens must be at most {MAX_MATRIX}, got {num_tokens}; use keys_seen for single queries")
     position = np.arange(num_tokens)
-    joined = np.eye(num_tokens, dtype=np.bool_)
-    for branch in _branches(pattern, num_tokens, num_heads):
+    window, branches = _branches(pattern, num_tokens, num_heads)
+    joined = window.joins(position[:, None], position)
+    for branch in branches:
         joined |= branch.joins(position[:, None], position)
     joined = np.tril(joined) if is_causal else joined
     reached, step = np.eye(num_tokens, dtype=np.bool_), joined.astype(np.float32)
@@ -95,13 +98,13 @@ def keys_seen(
     query = as_integer("query", query)
     if not 0 <= query < num_tokens:
         raise ValueError(f"query must be in [0, N={num_tokens}), got {query}")
-    branches = _branches(pattern, num_tokens, num_heads)
+    window, branches = _branches(pattern, num_tokens, num_heads)
     low, high = query, query + 1
     for _ in range(layers):
         # A token is in the longest segment around it, but borders of shorter ones may lie farther out.
         wider = (
-            min(low // length * length for length, _, _ in branches),
-            max(min(-(-high // length) * length, num_tokens) for length, _, _ in branches),
+            min([max(low - window.size + 1, 0), *(low // length * length for length, _, _ in branches)]),
+            max(min(end, num_tokens) for end in [high + window.size - 1, *(-(-high // w) * w for w, _, _ in branches)]),
         )
         wider = (wider[0], min(wider[1], query + 1)) if is_causal else wider
         if wider == (low, high):
@@ -120,7 +123,7 @@ def keys_seen(
         kept_tokens = np.flatnonzero(Kept(length, rate, offset).keeps(position))
         places.append((kept_tokens, position[kept_tokens] // length - low // length))
     for _ in range(layers):
-        further = reached.copy()
+        further = near_any(reached, 0 if is_causal else window.size - 1, window.size - 1)
         for kept_tokens, segment in places:
             # The last token of each segment that is seen: behind it a causal layer passes nothing on.
             last = np.full(int(segment[-1]) + 1 if len(segment) else 0, -1, np.int64)
@@ -132,9 +135,17 @@ def keys_seen(
     return np.flatnonzero(reached) + low
 
 
-def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Kept]:
-    """The distinct branches of all heads."""
-    return sorted({branch for branches in group_heads(pattern, num_tokens, num_heads) for branch in branches})
+def near_any(seen: NDArray[np.bool_], before: int, after: int) -> NDArray[np.bool_]:
+    """The tokens that have one of the seen ones at most so many tokens before or after them."""
+    position, count = np.arange(len(seen)), np.concatenate([[0], np.cumsum(seen)])
+    near: NDArray[np.bool_] = count[np.minimum(position + after + 1, len(seen))] > count[np.maximum(position - before, 0)]
+    return near
+
+
+def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[Window, list[Kept]]:
+    """The window, or one of the token itself, and the distinct branches of segments of all heads."""
+    window = pattern.split("reach")[1] or Window(1)
+    return window, sorted({branch for branches in group_heads(pattern, num_tokens, num_heads) for branch in branches})
 
 
 def _check_layers(layers: int) -> None:

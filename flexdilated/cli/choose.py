@@ -25,6 +25,7 @@ def choose(
     causal: options.CausalOption = False,
     segment_lengths: options.SegmentLengthsOption = None,
     dilation_rates: options.DilationRatesOption = None,
+    window: options.WindowOption = None,
     preset: options.PresetOption = None,
     heads_rule: options.HeadsRuleOption = "all",
     offsets: options.OffsetsOption = "blocked",
@@ -38,9 +39,9 @@ def choose(
     options.check_picture(output)
     kv_heads = options.kv_heads_named(heads, kv_heads)
     patterns: list[DilatedPattern] = []
-    if preset or segment_lengths or dilation_rates:
+    if preset or segment_lengths or dilation_rates or window:
         named = (segment_lengths, dilation_rates, preset)
-        patterns.append(options.pattern_named(*named, heads_rule=heads_rule, offsets=offsets, heads=kv_heads))
+        patterns.append(options.pattern_named(*named, window=window, heads_rule=heads_rule, offsets=offsets, heads=kv_heads))
     found = choose_pattern(tokens, kv_heads, budget=budget, is_causal=causal, patterns=patterns)
     note = few_heads(found)
     python = [options.python_of(each.pattern) for each in found.shown]
@@ -69,7 +70,8 @@ def choose(
 
 def _address(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, *, causal: bool) -> str:
     """The part of the explorer's address that holds its state."""
-    lists = dict(zip("wr", zip(*pattern.segments("the explorer's address"))))
+    segments, window = pattern.split("the explorer's address")
+    lists = dict(zip(("w", "r", "window"), [*(zip(*segments) if segments else ((), ())), *([window] if window else [])]))
     parts = [f"{name}={','.join(map(str, values))}" for name, values in lists.items()]
     parts += [f"N={tokens}", f"H={heads}", f"KV={kv_heads}", f"causal={int(causal)}", f"heads={pattern.heads}"]
     flags = ("zero_padding", "detach_weights")

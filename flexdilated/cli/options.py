@@ -52,6 +52,10 @@ DilationRatesOption = Annotated[
         parser=integers, metavar="N,N", help="Every r-th token of a segment is kept: one rate per segment length, comma separated."
     ),
 ]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Tokens of a sliding window, the query's own among them: beside the segments, or alone."),
+]
 PresetOption = Annotated[
     Literal["longnet", "gigapath"] | None,
     typer.Option(metavar="NAME", help="A published pattern instead of lengths and rates: longnet, gigapath."),
@@ -102,6 +106,7 @@ def pattern_named(
     dilation_rates: Integers | None,
     preset: str | None = None,
     *,
+    window: int | None = None,
     default: DilatedPattern = EXAMPLE,
     heads_rule: Literal["all", "grouped"] = "all",
     offsets: Literal["blocked", "interleaved"] = "blocked",
@@ -115,9 +120,11 @@ def pattern_named(
         pattern = PRESETS[preset]()
     elif segment_lengths is not None and dilation_rates is not None:
         pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates))
+    elif window is not None and segment_lengths is None and dilation_rates is None:
+        pattern = DilatedPattern(window=window)
     elif segment_lengths is not None or dilation_rates is not None:
         refuse("--segment-lengths and --dilation-rates must come together, got one of them")
-    pattern = replace(pattern, heads=heads_rule, offsets=offsets)
+    pattern = replace(pattern, window=window, heads=heads_rule, offsets=offsets)
     pattern.check_heads(heads)
     return pattern
 

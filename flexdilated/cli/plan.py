@@ -68,6 +68,7 @@ def plan(
     preset: options.PresetOption = None,
     segment_lengths: options.SegmentLengthsOption = None,
     dilation_rates: options.DilationRatesOption = None,
+    window: options.WindowOption = None,
     heads_rule: options.HeadsRuleOption = "all",
     offsets: options.OffsetsOption = "blocked",
     heads: options.HeadsOption = 12,
@@ -116,7 +117,7 @@ def plan(
     options.check_picture(output)
     kv_heads = options.kv_heads_named(heads, kv_heads)
     pattern_options = (segment_lengths, dilation_rates, preset)
-    pattern = options.pattern_named(*pattern_options, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
+    pattern = options.pattern_named(*pattern_options, window=window, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
     documents = (tokens,) if document_lengths is None else tuple(document_lengths)
     if min(documents) < 0 or sum(documents) != tokens:
         refuse(f"--document-lengths must add up to --tokens={tokens}, each at least 0, got {','.join(map(str, documents))}")

@@ -43,13 +43,17 @@ packed: one mask per branch over its kept rows, segment after segment"""
 def show(
     segment_lengths: options.SegmentLengthsOption = None,
     dilation_rates: options.DilationRatesOption = None,
+    window: options.WindowOption = None,
     preset: options.PresetOption = None,
     heads_rule: options.HeadsRuleOption = "all",
     offsets: options.OffsetsOption = "blocked",
     heads: options.HeadsOption = 4,
     kv_heads: options.KvHeadsOption = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Sequence length in tokens.", show_default="the longest segment")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Sequence length in tokens.", show_default="the longest segment; of a window alone, 4 windows"
+        ),
     ] = None,
     causal: options.CausalOption = False,
     blocks: Annotated[
@@ -77,9 +81,9 @@ def show(
     kv_heads = options.kv_heads_named(heads, kv_heads)
     if kv_heads > MAX_HEADS:
         refuse(f"--heads must be at most {MAX_HEADS} key/value heads, one panel each, got {kv_heads}")
-    pattern_options, default = (segment_lengths, dilation_rates, preset), options.EXAMPLE if blocks else SMALL
-    pattern = options.pattern_named(*pattern_options, default=default, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
-    longest = max(pattern.segment_lengths)
+    named, default = (segment_lengths, dilation_rates, preset), options.EXAMPLE if blocks else SMALL
+    pattern = options.pattern_named(*named, window=window, default=default, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
+    longest = max(pattern.segment_lengths, default=4 * (window or 1))
     num_tokens = (min(longest, DEFAULT_BLOCK_TOKENS) if blocks else longest) if tokens is None else tokens
     name, console = None if preset is None else NAMES[preset], Console()
     if blocks:

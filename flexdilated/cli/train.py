@@ -23,6 +23,7 @@ from flexdilated.cli.options import (
     CudaDeviceOption,
     DilationRatesOption,
     SegmentLengthsOption,
+    WindowOption,
     connection,
     device_named,
     device_of_rank,
@@ -88,6 +89,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     segment_lengths: SegmentLengthsOption = None,
     dilation_rates: DilationRatesOption = None,
+    window: WindowOption = None,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
     embed_dim: Annotated[int, typer.Option(min=2, help="Elements per token.")] = 192,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 6,
@@ -111,7 +113,7 @@ def train(
 ) -> None:
     """Train a byte-level LongNet on text and report bits per held-out byte (lower is better; raw bytes are 8).
 
-    Without lengths and rates the pattern is DilatedPattern.causal(tokens, heads), also with --weights.
+    Without lengths, rates and window the pattern is DilatedPattern.causal(tokens, heads), also with --weights.
 
     The default run takes about 3 to 6 minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
 
@@ -128,7 +130,7 @@ def train(
     console = Console(quiet=rank > 0)
     place = device_named(device, auto=["cuda"]) if num_ranks == 1 else device_of_rank(device)
     causal = DilatedPattern.causal(sequence_length, heads)
-    pattern = pattern_named(segment_lengths, dilation_rates, default=causal, heads=heads)
+    pattern = pattern_named(segment_lengths, dilation_rates, window=window, default=causal, heads=heads)
     options = TrainOptions(
         sequence_length=sequence_length,
         batch_size=batch_size,
@@ -149,7 +151,7 @@ def train(
     scale_base = scale_base_for(sequence_length, begun_with)
     patterns = {"dilated": pattern}
     if dense_too:
-        patterns["dense"] = DilatedPattern((max(sequence_length, *pattern.segment_lengths),), (1,))
+        patterns["dense"] = DilatedPattern((max(sequence_length, *pattern.segment_lengths, 1),), (1,))
     sizes: dict[str, Any] = {
         "vocab_size": BYTES,
         "embed_dim": embed_dim,

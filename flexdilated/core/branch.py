@@ -32,6 +32,10 @@ class Window(NamedTuple):
         """The least and the largest `key - query` of the pairs that join."""
         return 1 - self.size, 0 if is_causal else self.size - 1
 
+    def rows(self, rate: int) -> Window:
+        """The window over the rows of every `rate`-th token: two of them join if their tokens do."""
+        return Window((self.size - 1) // rate + 1)
+
     def count_pairs(self, num_tokens: int, *, is_causal: bool) -> int:
         """The number of joined pairs in a sequence."""
         size = min(self.size, num_tokens)

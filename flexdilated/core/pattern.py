@@ -224,12 +224,12 @@ class DilatedPattern:
         return cls(**values)
 
     def _repr_svg_(self) -> str:
-        """What a notebook shows: segments on the diagonal, and the numbers. `draw_pattern` draws who attends to whom."""
+        """What a notebook shows: segments and window on the diagonal, and the numbers. `draw_pattern` draws who attends to whom."""
         rule = "grouped by branch" if self.heads == "grouped" else f"{self.offsets} offsets"
         flags = [name for name in ("zero_padding", "detach_weights") if getattr(self, name)]
-        branches = self.segments("the picture of a notebook")
-        words = [f"{length:,} tokens, rate {rate}" for length, rate in branches]
-        return branches_svg(branches, repr(self), [", ".join([rule, *flags]), *words])
+        branches, window = self.split("the picture of a notebook")
+        words = [*([f"window of {window.size:,} tokens"] if window else []), *(f"{w:,} tokens, rate {r}" for w, r in branches)]
+        return branches_svg(branches, window.size if window else 0, repr(self), [", ".join([rule, *flags]), *words])
 
     @property
     def branches(self) -> tuple[Branch, ...]:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["branches_svg"]
+__all__ = ["WINDOW_COLOR", "branches_svg"]
 
 SIDE = 160  # of the square, in pixels
 MOST_SQUARES = 64  # of a branch; more are a band
 MOST_LINES = 8
 LINE = 17
+WINDOW_COLOR = "#c51b8a"  # in every picture; safe for colour-blind readers beside blue
 FONT = 'font-size="12" font-family="sans-serif" fill="currentColor"'  # as the page writes, light or dark
 
 
-def branches_svg(branches: Sequence[tuple[int, int]], title: str, words: Sequence[str]) -> str:
+def branches_svg(branches: Sequence[tuple[int, int]], window: int, title: str, words: Sequence[str]) -> str:
     """Queries down, keys across: the segments of every branch on the diagonal of the longest one, darker where more pairs attend.
+
+    A window is a band along the diagonal.
 
     Args:
         branches: Segment length and dilation rate of each.
+        window: Tokens of the window, 0 without one.
         title: What a screen reader says.
         words: Lines beside the picture.
     """
-    longest = max(length for length, _ in branches)
+    longest = max((length for length, _ in branches), default=4 * window)
     shapes = []
     for length, rate in sorted(set(branches), reverse=True):
         side = SIDE * length / longest
@@ -33,6 +37,11 @@ def branches_svg(branches: Sequence[tuple[int, int]], title: str, words: Sequenc
         for start in range(0, longest, length):
             corner, size = SIDE * start / longest, SIDE * min(length, longest - start) / longest
             shapes.append(f'<rect x="{corner:.2f}" y="{corner:.2f}" width="{size:.2f}" height="{size:.2f}" {style}/>')
+    if window:
+        edge = SIDE * min(window, longest) / longest
+        points = ((0, 0), (edge, 0), (SIDE, SIDE - edge), (SIDE, SIDE), (SIDE - edge, SIDE), (0, edge))
+        corners = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        shapes.append(f'<polygon points="{corners}" fill="{WINDOW_COLOR}" fill-opacity="0.6" stroke="{WINDOW_COLOR}"/>')
     lines = [*words[:MOST_LINES], *(["..."] if len(words) > MOST_LINES else [])]
     texts = [f'<text x="{SIDE + 14}" y="{LINE * (i + 1)}" {FONT}>{_escaped(line)}</text>' for i, line in enumerate(lines)]
     width, height = SIDE + 24 + 7 * max(map(len, lines)), max(SIDE, LINE * len(lines)) + 6

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends import BACKENDS
-from flexdilated.core.checks import DTYPES, check_dense
+from flexdilated.core.checks import DTYPES, check_dense, check_sinks
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.integers import as_integer, at_least_one
 from flexdilated.core.pattern import DilatedPattern
@@ -53,6 +53,19 @@ def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None
                 "use rates that divide their segments, or zero_padding=False"
             )
     return None
+
+
+def check_cache_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raise unless there are no sinks, or one for each query head, without a gradient.
+
+    Raises:
+        ValueError, TypeError: As `check_sinks`.
+        NotImplementedError: If a gradient is asked for.
+    """
+    if sinks is not None:
+        check_sinks(sinks, q)
+        if sinks.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("sinks must not require a gradient: the cache is for inference; use torch.no_grad()")
 
 
 def check_new(cache: Sizes, q: Tensor, k: Tensor, v: Tensor, backend: str, *, is_shard: bool) -> None:

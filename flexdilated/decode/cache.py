@@ -12,13 +12,14 @@ from torch import Tensor
 
 from flexdilated.attention import attend
 from flexdilated.core.call import Call
-from flexdilated.core.checks import check_losses, check_scale, check_sinks
+from flexdilated.core.checks import check_losses, check_scale
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode.arguments import (
     Sizes,
     cache_refusal,
+    check_cache_sinks,
     check_lengths,
     check_new,
     check_sizes,
@@ -223,10 +224,7 @@ class DilatedKVCache:
         call = call._replace(first_head=self.first_head, num_heads=heads)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
-        if sinks is not None:
-            check_sinks(sinks, q)
-            if sinks.requires_grad and torch.is_grad_enabled():
-                raise NotImplementedError("sinks must not require a gradient: the cache is for inference; use torch.no_grad()")
+        check_cache_sinks(sinks, q)
         shards = self._shards(q.shape[1], shard_lengths)
         check_lengths(lengths, self._lengths, q.shape[1] if shards is None else sum(shards))
         with without_autocast(q.device):  # the dtype is that of the cache

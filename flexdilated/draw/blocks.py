@@ -89,7 +89,7 @@ def block_panels(
         panels=panels,
         num_tokens=num_tokens,
         cell=block_size * group,
-        tick=tick_step(min(pattern.segment_lengths), len(groups[0].cells) * block_size * group, 4),
+        tick=tick_step(min(pattern.segment_lengths, default=num_tokens), len(groups[0].cells) * block_size * group, 4),
         is_causal=is_causal,
         colors=CELL_COLORS,
         glyphs=" ·-+o#",

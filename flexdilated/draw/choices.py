@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexdilated.analysis.choice import Choices
+from flexdilated.core.pattern_svg import WINDOW_COLOR
 from flexdilated.draw.figure import INK, new
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ OFFSETS = [(r * np.cos(angle), r * np.sin(angle)) for r in (17.0, 22.0, 30.0, 40
 def draw_choices(choices: Choices) -> Figure:
     """A matplotlib figure of all patterns that were tried: share of the pairs of dense attention, and tokens per local segment.
 
-    Colour and marker show the far rate, a dashed line the budget. Circles are the patterns that are shown, stars are yours; a line
-    leads from each number to its circle or star.
+    Colour and marker show the far rate, a magenta ring a window, a dashed line the budget. Circles are the patterns that are shown,
+    stars are yours; a line leads from each number to its circle or star.
 
     Args:
         choices: The result of `choose_pattern`.
@@ -37,7 +38,7 @@ def draw_choices(choices: Choices) -> Figure:
     axes = figure.add_subplot()
     axes.set_xscale("log")
     axes.set_yscale("log", base=2)
-    rates = sorted({max(each.pattern.dilation_rates) for each in choices.tried})
+    rates = sorted({max(each.pattern.dilation_rates) for each in choices.tried})  # no proposal is a window alone
     for i, rate in enumerate(rates):
         members = [each for each in choices.tried if max(each.pattern.dilation_rates) == rate]
         shade, label = min(i, len(COLORS) - 1), f"far rate {rate}" if rate > 1 else "dense"
@@ -45,6 +46,10 @@ def draw_choices(choices: Choices) -> Figure:
             label = f"far rates from {rate}" if i == len(COLORS) - 1 else "_"
         x, y = [100 * each.share for each in members], [each.local for each in members]
         axes.scatter(x, y, s=16, color=COLORS[shade], marker=MARKERS[shade], linewidths=0, label=label, zorder=2)
+    windows = [(100 * each.share, each.local) for each in choices.tried if each.pattern.window]
+    if windows:
+        ring: dict[str, Any] = {"s": 34, "facecolors": "none", "edgecolors": WINDOW_COLOR, "label": "window"}
+        axes.scatter(*zip(*windows), linewidths=0.8, zorder=3, **ring)
     axes.axvline(100 * choices.budget, color=INK, linestyle="--", linewidth=1.2, label="budget", zorder=1)
     points = [(100 * each.share, max(1, each.local)) for each in choices.shown]
     yours: dict[str, Any] = {"s": 120, "marker": "*", "facecolors": YOURS, "label": "yours"}
@@ -53,7 +58,7 @@ def draw_choices(choices: Choices) -> Figure:
         if at:
             axes.scatter(*zip(*at), edgecolors=INK, linewidths=1.0, zorder=4, **style)
     axes.set_xlabel("% of the pairs of dense attention", fontsize=11, color=INK)
-    axes.set_ylabel("tokens per local segment", fontsize=11, color=INK)
+    axes.set_ylabel("tokens per segment or two windows", fontsize=11, color=INK)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,.12g}")
     axes.tick_params(labelsize=10, colors=INK)

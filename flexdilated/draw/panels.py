@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pattern_svg import WINDOW_COLOR
 from flexdilated.draw.figure import INK, grid_of, new, plain, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["APART", "FUTURE", "Panels", "describe_heads", "figure_of", "head_panel", "pattern_title", "tick_step"]
+__all__ = ["APART", "FUTURE", "Panels", "branch_words", "describe_heads", "figure_of", "head_panel", "pattern_title", "tick_step"]
 
 NARROW = 840  # pixels of panels side by side, up to which text has its usual size
 APART = "#ffffff"  # no branch joins the pair
@@ -31,6 +32,7 @@ class Panel:
     title: list[str]
     cells: NDArray[np.int64]  # (rows, columns), each a place in the colours
     lengths: list[int]  # of the segments to outline
+    window: int  # tokens of the window to outline, 0 without one
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def head_panel(
     """The panel of heads that are equal, with segments of at least `shortest` tokens outlined."""
     lengths = [branch.length for branch in pattern.kept(heads[0], num_heads, "pictures")]
     title = [_head_title(pattern, heads, num_heads), *map(_unbroken, lines)]
-    return Panel(title, cells, [length for length in lengths if length >= shortest])
+    return Panel(title, cells, [length for length in lengths if length >= shortest], pattern.window or 0)
 
 
 def pattern_title(
@@ -71,15 +73,24 @@ def pattern_title(
     """The title of a picture, in lines."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a str, got {name!r}")
-    lengths, rates = (", ".join(map(str, values)) for values in (pattern.segment_lengths, pattern.dilation_rates))
     rule = " grouped by branch" if pattern.heads == "grouped" else f", {pattern.offsets} offsets"
     heads = "1 head" if num_heads == 1 else f"{num_heads} heads"
     tokens = "1 token" if num_tokens == 1 else f"{num_tokens:,} tokens"
     return [
         *([] if name is None else [name]),
-        f"segment lengths {lengths} · dilation rates {rates}",
+        " · ".join(branch_words(pattern)),
         f"{tokens} · {heads}{rule} · {'causal' if is_causal else 'not causal'} · {_unbroken(density)}",
     ]
+
+
+def branch_words(pattern: DilatedPattern) -> list[str]:
+    """The lengths, the rates and the window of a pattern."""
+    named = {
+        "segment lengths": pattern.segment_lengths,
+        "dilation rates": pattern.dilation_rates,
+        "window": (pattern.window or "",),
+    }
+    return [f"{name} {', '.join(map(str, values))}" for name, values in named.items() if any(values)]
 
 
 def _unbroken(text: str) -> str:
@@ -91,6 +102,8 @@ def _head_title(pattern: DilatedPattern, heads: Sequence[int], num_heads: int) -
     branches = pattern.kept(heads[0], num_heads, "pictures")
     offsets = {", ".join(str(branch.offset) for branch in pattern.kept(head, num_heads, "pictures")) for head in heads}
     name = f"head{'' if len(heads) == 1 else 's'} {describe_heads(heads)}"
+    if not branches:
+        return name
     if pattern.heads == "grouped":
         return f"{name}: length {branches[0].length}, rate {branches[0].rate}, offset{NO_BREAK}{offsets.pop()}"
     if len(offsets) > 1:
@@ -118,7 +131,11 @@ def figure_of(picture: Panels) -> Figure:
     """A figure with sharp cells: every token has the same whole number of pixels, and no texts overlap."""
     from matplotlib.patches import Patch
 
-    panels, cells = picture.panels, len(picture.panels[0].cells)
+    panels, cells, labels = picture.panels, len(picture.panels[0].cells), dict(picture.labels)
+    handles = [Patch(facecolor=picture.colors[i], edgecolor=INK, linewidth=0.5, label=label) for i, label in labels.items()]
+    if window := panels[0].window:
+        labels[-1] = f"edge of the window of {window:,}"
+        handles.append(Patch(facecolor="none", edgecolor=WINDOW_COLOR, linewidth=1.2, label=labels[-1]))
     rows, columns = grid_of(len(panels))
     # Laid out in pixels.
     dpi = 160
@@ -130,9 +147,9 @@ def figure_of(picture: Panels) -> Figure:
     left, right, gap = round(max(96, 68 + 9 * len(f"{picture.num_tokens:,}")) * zoom), round(32 * zoom), low
     width = max(left + columns * side + (columns - 1) * gap + right, 760)
     left += (width - (left + columns * side + (columns - 1) * gap + right)) // 2
-    longest = max(len(label) for label in picture.labels.values())
-    legend_columns = max(1, min(len(picture.labels), 8, int((width / zoom - 64) / (60 + 9 * longest))))
-    bottom = round(122 * zoom) + low * -(-len(picture.labels) // legend_columns)
+    longest = max(len(label) for label in labels.values())
+    legend_columns = max(1, min(len(labels), 8, int((width / zoom - 64) / (60 + 9 * longest))))
+    bottom = round(122 * zoom) + low * -(-len(labels) // legend_columns)
     center = (left + (columns * side + (columns - 1) * gap) / 2) / width
     title = wrapped(picture.title, (2 * min(center, 1 - center) * width / zoom - 64) / 12)
     titles = [wrapped(panel.title, side / (10.5 * zoom)) for panel in panels]
@@ -159,9 +176,7 @@ def figure_of(picture: Panels) -> Figure:
         if column == 0:
             axes.set_ylabel("query", fontsize=8 * zoom, color=INK, labelpad=2)
     figure.legend(
-        handles=[
-            Patch(facecolor=picture.colors[i], edgecolor=INK, linewidth=0.5, label=label) for i, label in picture.labels.items()
-        ],
+        handles=handles,
         title=picture.legend,
         loc="lower center",
         bbox_to_anchor=(center, 12 * zoom / height),
@@ -191,6 +206,10 @@ def _fill(axes: Axes, panel: Panel, picture: Panels) -> None:
         starts = range(0, picture.num_tokens, length)
         borders = [_border(start, min(start + length, picture.num_tokens), picture.is_causal) for start in starts]
         axes.add_collection(LineCollection(borders, colors=INK, linewidths=0.5, alpha=0.7))
+    if 0 < panel.window < picture.num_tokens:
+        edge = [(-0.5, panel.window - 1.0), (picture.num_tokens - panel.window, picture.num_tokens - 0.5)]
+        edges = [edge] if picture.is_causal else [edge, [(y, x) for x, y in edge]]
+        axes.add_collection(LineCollection(edges, colors=WINDOW_COLOR, linewidths=1.2))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MultipleLocator(picture.tick))
         axis.set_major_formatter(FuncFormatter(lambda token, _: f"{token:,.0f}"))

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from flexdilated.analysis.lattice import Integers, checked
 from flexdilated.core.branch import num_kept
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pattern_svg import WINDOW_COLOR
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def cell_counts(pattern: DilatedPattern, num_tokens: int, num_heads: int, size: 
     """`(H, cells, cells)`: the sum of `multiplicity` over cells of `size` x `size` pairs, in closed form."""
     start = np.arange(0, num_tokens, size)
     end = np.minimum(start + size, num_tokens)
-    counts = np.zeros((num_heads, len(start), len(start)))
-    for branch, (length, rate) in enumerate(pattern.segments("pictures")):
+    counts = np.zeros((num_heads, len(start), len(start))) + _in_window(pattern, num_tokens, size, is_causal=is_causal)
+    for branch, (length, rate) in enumerate(pattern.split("pictures")[0]):
         w, r = min(length, num_tokens), min(rate, num_tokens)
         first, last = start // w, (end - 1) // w  # segments of a cell
         for offset, head, step, heads in pattern.head_runs(branch, num_heads):
@@ -64,6 +65,25 @@ def cell_counts(pattern: DilatedPattern, num_tokens: int, num_heads: int, size: 
             later = np.tril(first[:, None] == last, -1) * head_rows[:, None] * tail_rows  # queries in a later cell than keys
             counts[head : head + step * heads : step] += np.diag(diagonal) + later + (0.0 if is_causal else later.T)
     return counts
+
+
+def _in_window(pattern: DilatedPattern, num_tokens: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:
+    """`(cells, cells)`: the pairs in the window."""
+    start = np.arange(0, num_tokens, size)
+    window, columns = pattern.split("pictures")[1], np.minimum(size, num_tokens - start).astype(np.float64)
+    rows = columns[:, None]
+
+    def up_to(distance: int) -> NDArray[np.float64]:
+        """The pairs with `key - query` at most so large: of the i-th query of a cell, `first + i` keys that are in the cell."""
+        first = np.clip(distance + 1.0 + start[:, None] - start, -rows, columns)
+        small, large = (np.clip(x, 0, columns) for x in (first, first + rows))
+        inner: NDArray[np.float64] = (large * (large - 1) - small * (small - 1)) / 2
+        return inner + columns * np.maximum(first + rows - columns, 0)
+
+    if window is None:
+        return np.zeros((len(start), len(start)))
+    low, high = window.band(is_causal=is_causal)
+    return up_to(high) - up_to(low - 1)
 
 
 def _rows(start: Integers, end: Integers, rate: int, offset: int) -> NDArray[np.float64]:
@@ -79,7 +99,8 @@ def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal:
     >>> len(figure.axes)
     2
 
-    Outlined squares are the segments of each branch. Above 1,024 tokens a cell is a square of pairs, coloured by joins per pair.
+    Outlined squares are the segments of each branch, magenta lines the edges of the window. Above 1,024 tokens a cell is a
+    square of pairs, coloured by joins per pair.
 
     Args:
         pattern: Which positions attend to which.
@@ -105,13 +126,18 @@ def multiplicity_panels(
     size = -(-num_tokens // most)
     counts = cell_counts(pattern, num_tokens, num_heads, size, is_causal=is_causal)
     levels, names = (counts.astype(np.int64), None) if size == 1 else (_shaded(counts, num_tokens, size, is_causal), SHARE_NAMES)
+    in_window = _in_window(pattern, num_tokens, size, is_causal=is_causal)
     cells = len(counts[0])
     future = np.triu(np.ones((cells, cells), dtype=bool), k=1) & is_causal
     colors = [FUTURE, *_colors(max(1, int(levels.max())) if names is None else len(names))]
     labels = [str(count) for count in range(len(colors) - 1)] if names is None else ["none", *names]
+    if pattern.window is not None:
+        colors.append(WINDOW_COLOR)
+        labels.append("the window alone")
     panels = []
     for head in range(num_heads):
-        cells_of_head = np.where(future, 0, levels[head] + 1)
+        is_alone = (in_window > 0) & (counts[head] == in_window)
+        cells_of_head = np.where(future, 0, np.where(is_alone, len(colors) - 1, levels[head] + 1))
         density = _density(counts[head : head + 1], num_tokens, is_causal)
         panels.append(
             head_panel(pattern, [head], num_heads, cells_of_head, [density], shortest=1 if size == 1 else -(-num_tokens // 64))
@@ -123,11 +149,11 @@ def multiplicity_panels(
         panels=panels,
         num_tokens=num_tokens,
         cell=size,
-        tick=tick_step(min(pattern.segment_lengths), cells * size, 5 if size == 1 else 4),
+        tick=tick_step(min(pattern.segment_lengths, default=num_tokens), cells * size, 5 if size == 1 else 4),
         is_causal=is_causal,
         colors=colors,
         # Blank for the future, a dot for no branch, then the number of branches or the level of the share.
-        glyphs=[" ", "·", *(str(count) if count < 10 else "+" for count in range(1, len(colors) - 1))],
+        glyphs=[" ", "·", *("w" if c == WINDOW_COLOR else str(i) if i < 10 else "+" for i, c in enumerate(colors[2:], 1))],
         legend="branches that join query and key" if size == 1 else f"joins per pair, in cells of {size:,} x {size:,} pairs",
         labels={i + 1: label for i, label in enumerate(labels)} | ({0: "future"} if is_causal else {}),
         title_width=34 if pattern.heads == "grouped" else 24,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flexdilated.analysis.strategies import Layer, traffic_by_ranks
 from flexdilated.distributed.planner.plan import EXCHANGES
 from flexdilated.draw.figure import INK, new, wrapped
+from flexdilated.draw.panels import branch_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,10 +73,9 @@ def draw_traffic(layer: Layer) -> Figure:
 
 def layer_lines(layer: Layer) -> list[str]:
     """The layer in two lines: its pattern, its heads."""
-    lengths, rates = (", ".join(map(str, values)) for values in (layer.pattern.segment_lengths, layer.pattern.dilation_rates))
     heads = f"{layer.heads} heads" if layer.group == 1 else f"{layer.heads} query and {layer.kv_heads} key/value heads"
     rule = "grouped by branch" if layer.pattern.heads == "grouped" else f"{layer.pattern.offsets} offsets"
     kind = f"{'causal' if layer.is_causal else 'not causal'}, {layer.dtype}" + (f", batch {layer.batch}" if layer.batch > 1 else "")
     sizes = layer.document_lengths
     documents = f"{len(sizes):,} documents of {min(sizes):,} to {max(sizes):,} tokens" if len(sizes) > 1 else "one document"
-    return [f"segment lengths {lengths}; dilation rates {rates}", f"{heads} of {layer.head_dim}, {rule}, {kind}, {documents}"]
+    return ["; ".join(branch_words(layer.pattern)), f"{heads} of {layer.head_dim}, {rule}, {kind}, {documents}"]

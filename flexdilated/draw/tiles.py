@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import Kept, Window
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.masks.blocks import BlockLists, HeadBranch, block_lists, head_branches
 
@@ -76,8 +76,8 @@ def head_tiles(
     """The tiles of `block_size x block_size` pairs that FlexAttention visits, once for heads with equal pictures and numbers.
 
     The raw mask is that of `create_dilated_block_mask`. Packed, the kept rows of all segments of a branch follow one another, and
-    two of them are joined if they come from one segment: a block-diagonal mask per branch. Zero keys of `zero_padding` are not
-    counted, since a mask cannot hold them.
+    two of them are joined if they come from one segment: a block-diagonal mask per branch. A window keeps the sequence as it is.
+    Zero keys of `zero_padding` are not counted, since a mask cannot hold them.
 
     Args:
         pattern: Which positions attend to which.
@@ -87,13 +87,14 @@ def head_tiles(
         group: Tiles per side of a cell of the picture.
         is_causal: Whether a query sees only keys at its own position and before.
     """
+    window = pattern.split("pictures of block masks")[1]
     looks: dict[tuple[Kept, ...], tuple[Tally, NDArray[np.int64]]] = {}
     groups: dict[tuple[object, ...], tuple[list[int], Tally, NDArray[np.int64]]] = {}
     for head in range(num_heads):
         branches = pattern.kept(head, num_heads, "pictures of block masks")
         if branches not in looks:
             distinct = head_branches(pattern, head, num_heads, num_tokens)
-            looks[branches] = _look(branches, distinct, num_tokens, block_size, group, is_causal)
+            looks[branches] = _look(branches, window, distinct, num_tokens, block_size, group, is_causal)
         tally, cells = looks[branches]
         look = (*((length, rate) for length, rate, _ in branches), tally, cells.tobytes())
         groups.setdefault(look, ([], tally, cells))[0].append(head)
@@ -102,6 +103,7 @@ def head_tiles(
 
 def _look(
     branches: Sequence[Kept],
+    window: Window | None,
     distinct: tuple[HeadBranch, ...],
     num_tokens: int,
     block_size: int,
@@ -110,7 +112,8 @@ def _look(
 ) -> tuple[Tally, NDArray[np.int64]]:
     """Numbers and cells of one head. Equal branches count once in the raw mask, and once each in the packed masks."""
     raw = _lists(distinct, num_tokens, block_size, is_causal)
-    packed = [_packed(rows, total, block_size, is_causal) for rows, total in _packed_rows(branches, num_tokens)]
+    masks = [*_packed_rows(branches, num_tokens), *([] if window is None else [(window, num_tokens)])]
+    packed = [_packed(branch, rows, block_size, is_causal) for branch, rows in masks]
     tally = Tally(
         block_size=block_size,
         tiles=len(raw.partial_counts) ** 2,
@@ -126,22 +129,21 @@ def _lists(branches: tuple[HeadBranch, ...], num_rows: int, block_size: int, is_
     return block_lists(branches, num_rows, block_size, block_size, "before" if is_causal else "any")
 
 
-def _packed_rows(branches: Sequence[Kept], num_tokens: int) -> Iterator[tuple[int, int]]:
-    """For each branch that keeps a row: the kept rows of one segment, and of all segments, of which the last may be shorter."""
+def _packed_rows(branches: Sequence[Kept], num_tokens: int) -> Iterator[tuple[Kept, int]]:
+    """For each branch that keeps a row: the branch over its kept rows, and their number; the last segment may be shorter."""
     for branch in branches:
         segment = min(branch.length, num_tokens)
         num_whole, last_length = divmod(num_tokens, segment)
         rows = branch.rows(segment)
         if rows:
-            yield rows, num_whole * rows + branch.rows(last_length)
+            yield Kept(rows, 1, 0), num_whole * rows + branch.rows(last_length)
 
 
 @lru_cache(maxsize=64)
-def _packed(rows: int, total: int, block_size: int, is_causal: bool) -> tuple[int, int]:
-    """Visited tiles and joined pairs of `total` rows, `rows` per segment."""
-    lists = _lists((Kept(rows, 1, 0),), total, block_size, is_causal)
-    pairs = DilatedPattern((rows,), (1,)).count_pairs(total, 1, is_causal=is_causal)
-    return int(lists.partial_counts.sum()) + int(lists.full_counts.sum()), pairs
+def _packed(branch: HeadBranch, rows: int, block_size: int, is_causal: bool) -> tuple[int, int]:
+    """Visited tiles and joined pairs of a branch over so many rows."""
+    lists = _lists((branch,), rows, block_size, is_causal)
+    return int(lists.partial_counts.sum()) + int(lists.full_counts.sum()), branch.count_pairs(rows, is_causal=is_causal)
 
 
 def _cells(lists: BlockLists, group: int, is_causal: bool) -> NDArray[np.int64]:

@@ -17,12 +17,12 @@ def test_prints_lines_of_python_with_sentences_and_addresses() -> None:
     assert lines[:5] == [
         "512 tokens, 16 heads, 8 key/value heads, causal; budget 10 % of dense attention",
         "",
-        "1  DilatedPattern((16, 512), (1, 4))",
-        "   9.6 % of dense attention. Each token reads its segment of 16 tokens and, in each head, 1 in 4 of all 512 tokens; "
+        "1  DilatedPattern((512,), (4,), window=8)",
+        "   9.38 % of dense attention. Each token reads a window of 8 tokens and, in each head, 1 in 4 of all 512 tokens; "
         "2 heads read the same ones.",
-        "   docs/explorer/index.html#w=16,512&r=1,4&N=512&H=16&KV=8&causal=1&heads=all&offsets=blocked",
+        "   docs/explorer/index.html#w=512&r=4&window=8&N=512&H=16&KV=8&causal=1&heads=all&offsets=blocked",
     ]
-    assert lines[-3] == "5  DilatedPattern((64, 256), (1, 4), offsets='interleaved')"
+    assert lines[-3] == "6  DilatedPattern((64, 256), (1, 4), offsets='interleaved')"
     assert lines[-2].startswith("   15.8 % of dense attention, over the budget. Yours is not connected: ")
 
 

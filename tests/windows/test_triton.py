@@ -12,7 +12,8 @@ from flexdilated import DilatedPattern
 from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import Options
 from flexdilated.core.lse import for_backward
-from tests.backends.test_triton import assert_close, backend, forward, groups, interpreted, launch, no_plans, watch  # noqa: F401
+from tests.backends.interpreter import watch
+from tests.backends.test_triton import assert_close, backend, forward, groups, interpreted, launch, no_plans  # noqa: F401
 from tests.cases import Case, poisoned_memory, run_backend
 from tests.tolerances import SINGLE
 

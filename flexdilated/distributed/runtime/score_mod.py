@@ -161,9 +161,9 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
             (scheduled.heads * group + torch.arange(group, dtype=torch.int32, device=device)).repeat(batch, 1),
             torch.from_numpy(task.tokens).to(device, torch.int32).repeat(batch),
             task.stride,
-            task.queries[0],
-            scheduled.keys[0].first,
-            None if window is None else window.size,
+            first_query=task.queries[0],
+            first_key=scheduled.keys[0].first,
+            window=None if window is None else window.size,
         )
         out, lse = with_zero_keys(*attend_rows(q, k, v, ignored, places, call), task.zero_keys)
         return buffers.unfolded(out, scheduled), buffers.unfolded(lse, scheduled)

@@ -1,0 +1,162 @@
+"""Counts, coverage and pictures of patterns with a window, against a look at every pair."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from flexdilated import DilatedPattern, analysis
+from flexdilated.analysis import coverage
+from flexdilated.cli.options import python_of
+from flexdilated.draw.blocks import draw_blocks
+from flexdilated.draw.pattern import cell_counts, multiplicity, multiplicity_panels
+from flexdilated.draw.tiles import Tally, head_tiles
+from tests.commands import invoke
+from tests.draw.brute_force import tiles_of
+
+
+def random_question(seed: int) -> tuple[DilatedPattern, int, int, bool]:
+    """A pattern with a window, tokens, heads, and whether it is causal."""
+    rng = random.Random(seed)
+    num_tokens = rng.choice((1, 2, 7, 23, 37, 41))
+    lengths = [rng.choice((rng.randint(1, 11), rng.randint(5, 43), num_tokens)) for _ in range(rng.randint(0, 3))]
+    lengths = [length * 2**i for i, length in enumerate(sorted(lengths))] if rng.random() < 0.3 else lengths
+    rates = [rng.choice([rate for rate in (1, 1, 2, 3, 4, 6, length) if rate <= length]) for length in lengths]
+    heads, offsets = rng.choice(("all", "grouped")), rng.choice(("blocked", "interleaved"))
+    pattern = DilatedPattern(lengths, rates, window=rng.choice((1, 2, 3, 5, 8, 19, 61)), heads=heads, offsets=offsets)  # type: ignore
+    return pattern, num_tokens, rng.randint(max(1, len(lengths)), 5), rng.random() < 0.5
+
+
+def joined_by(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> NDArray[np.bool_]:
+    """`(branches, H, N, N)`: whether a branch joins a query and a key in a head; the window is the last branch."""
+    found = np.zeros((len(pattern.segment_lengths) + 1, num_heads, num_tokens, num_tokens), dtype=bool)
+    for query in range(num_tokens):
+        for key in range(query + 1 if is_causal else num_tokens):
+            found[-1, :, query, key] = abs(query - key) < pattern.window  # type: ignore[operator]
+            for i, (length, rate) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates)):
+                for head in pattern.head_range(i, num_heads):
+                    kept = all(p % length % rate == pattern.offset(i, head, num_heads) for p in (query, key))
+                    found[i, head, query, key] = kept and query // length == key // length
+    return found
+
+
+QUESTIONS = [
+    *map(random_question, range(100)),
+    (DilatedPattern((41, 43), (2, 3), window=5), 41, 6, False),  # two rates together keep every sixth token
+    (DilatedPattern((3,), (1,), window=5), 41, 1, True),  # the window reaches farther than segments
+]
+
+
+@pytest.mark.parametrize(("pattern", "num_tokens", "num_heads", "is_causal"), QUESTIONS)
+def test_counts_equal_a_look_at_every_pair(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
+    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
+    sizes = pattern, num_tokens, num_heads
+    position = np.arange(num_tokens)
+    assert analysis.count_pairs(*sizes, is_causal=is_causal) == tuple(tuple(head.sum() for head in branch) for branch in joined)
+    assert pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal) == joined.sum()
+    times = joined.sum(axis=0)
+    counted = analysis.count_multiplicities(*sizes, is_causal=is_causal)
+    assert list(counted) == [Counter(head[head > 0].tolist()) for head in times]
+    distance = np.where(times > 0, abs(position[:, None] - position), -1)
+    assert analysis.longest_reach(*sizes) == tuple(distance.max(axis=(1, 2)).tolist())
+    assert analysis.count_uncovered(*sizes) == 0
+    assert pattern.first_token_without_head(num_tokens, num_heads) is None
+    assert len(analysis.missing_residues(pattern, num_heads)) == len(pattern.branches)
+
+    step, everything = joined.any(axis=(0, 1)), np.tri(num_tokens, dtype=bool) if is_causal else np.ones_like(joined[0, 0])
+    seen, layers = [np.eye(num_tokens, dtype=bool)], None
+    while layers is None and (len(seen) == 1 or (seen[-1] != seen[-2]).any()):
+        layers = len(seen) - 1 if (seen[-1] == everything).all() else None
+        seen.append(seen[-1].astype(int) @ step > 0)
+    assert analysis.layers_to_cover(*sizes, is_causal=is_causal) == layers
+    boundary = pattern.first_uncrossed_boundary(num_tokens, num_heads)
+    if pattern.window != 1:
+        assert layers is not None
+        assert boundary is None
+    elif pattern.segment_lengths:  # a token that sees itself crosses nothing
+        assert boundary == replace(pattern, window=None).first_uncrossed_boundary(num_tokens, num_heads)
+    for layer, expected in enumerate(seen):
+        np.testing.assert_array_equal(analysis.reachable(*sizes, layers=layer, is_causal=is_causal), expected)
+        for query in range(0, num_tokens, 5):
+            keys = analysis.keys_seen(*sizes, query, layers=layer, is_causal=is_causal)
+            assert keys.tolist() == np.flatnonzero(expected[query]).tolist()
+
+
+@pytest.mark.parametrize("seed", range(120, 170))
+def test_pictures_count_the_window(seed: int) -> None:
+    pattern, num_tokens, num_heads, is_causal = random_question(seed)
+    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
+    times, sizes = joined.sum(axis=0), (pattern, num_tokens, num_heads)
+    np.testing.assert_array_equal(multiplicity(*sizes, is_causal=is_causal), times)
+    starts = np.arange(0, num_tokens, size := 1 + seed % 7)
+    expected = np.add.reduceat(np.add.reduceat(times, starts, axis=1), starts, axis=2)
+    np.testing.assert_array_equal(cell_counts(*sizes, size, is_causal=is_causal), expected)
+    picture = multiplicity_panels(*sizes, is_causal=is_causal)
+    own = next(i for i, label in picture.labels.items() if label == "the window alone")
+    is_alone = joined[-1] & (times == 1)
+    np.testing.assert_array_equal([panel.cells == own for panel in picture.panels], is_alone)
+
+
+@pytest.mark.parametrize("seed", range(200, 260))
+def test_tiles_equal_a_look_at_every_pair(seed: int) -> None:
+    (pattern, num_tokens, num_heads, is_causal), size = random_question(seed), 1 + seed % 5
+    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
+    for each in head_tiles(pattern, num_tokens, num_heads, size, 1, is_causal=is_causal):
+        for head in each.heads:
+            visited, full = tiles_of(joined[:, head].any(axis=0), size)
+            rows = [branch[np.ix_(kept, kept)] for branch in joined[:, head] if (kept := branch.diagonal()).any()]
+            packed = sum(int(tiles_of(branch, size)[0].sum()) for branch in rows)
+            counts = int((visited & ~full).sum()), int(full.sum()), packed, int(joined[:, head].sum())
+            assert each.each == Tally(size, visited.size, *counts)
+    assert len(draw_blocks(DilatedPattern(window=9), 61, 2, block_size=4).axes) == 1
+
+
+def test_layers_of_a_million_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = DilatedPattern((10**6,), (8,), window=8)
+    for is_causal in (False, True):
+        assert analysis.layers_to_cover(far, 10**6, 8, is_causal=is_causal) == 2
+        assert analysis.layers_to_cover(DilatedPattern(window=5), 10**6, 1, is_causal=is_causal) == 250_000
+        assert (
+            analysis.layers_to_cover(DilatedPattern((64, 96), (1, 1), window=9), 10**6, 1, is_causal=is_causal) == 4 * 10**6 // 192
+        )
+    local = DilatedPattern((64, 10**6), (2, 8), window=8)
+    for is_causal, reason in (
+        (True, "num_tokens must be at most 1024 for causal"),
+        (False, "num_tokens must be such that tokens times"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{reason}"):
+            analysis.layers_to_cover(local, 10**6, 8, is_causal=is_causal)
+    last = analysis.keys_seen(far, 10**6, 8, 10**6 - 1, is_causal=True)
+    assert last.tolist() == [*range(7, 999_992, 8), *range(999_992, 10**6)]
+    monkeypatch.setattr(coverage, "MAX_CAUSAL", 1)  # one period stands for all tokens
+    for seed in range(200, 500):
+        pattern, num_tokens, num_heads, _ = random_question(seed)
+        long = replace(pattern, segment_lengths=[max(num_tokens, length) for length in pattern.segment_lengths])
+        seen = [analysis.reachable(long, num_tokens, num_heads, layers=layers, is_causal=True).sum() for layers in range(50)]
+        found = analysis.layers_to_cover(long, num_tokens, num_heads, is_causal=True)
+        most = num_tokens * (num_tokens + 1) // 2
+        assert found == (seen.index(most) if most in seen else None)
+
+
+def test_commands_take_a_window() -> None:
+    small = ("--segment-lengths", "8,16", "--dilation-rates", "1,2", "--window", 3, "--heads", 2)
+    code, out, _ = invoke("show", *small, "--causal")
+    assert (code, out.splitlines()[0]) == (0, "segment lengths 8, 16 · dilation rates 1, 2 · window 3")
+    assert "w = the window alone" in out
+    assert invoke("show", "--window", 3)[1].startswith("window 3\n12 tokens · 4 heads")
+    code, out, _ = invoke("choose", "--tokens", 64, "--window", 3, "--heads", 2)
+    assert code == 0
+    assert "DilatedPattern(window=3)\n" in out
+    assert "#w=&r=&window=3&N=64&" in out
+    assert invoke("choose", "--tokens", 64, "--window", 0)[0] == 2
+    pattern = DilatedPattern((8, 16), (1, 2), window=3, heads="grouped")
+    assert python_of(pattern) == "DilatedPattern((8, 16), (1, 2), window=3, heads='grouped')"
+    svg = pattern._repr_svg_()
+    assert svg.count("<polygon") == 1
+    assert "window of 3 tokens" in svg
+    assert "<polygon" in DilatedPattern(window=3)._repr_svg_()
