@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.branch import ceil_div
 from flexdilated.core.pieces import UNBOUNDED, Piece
 
@@ -16,7 +15,6 @@ from flexdilated.core.pieces import UNBOUNDED, Piece
 LEAST_CHUNK, MOST_CHUNK, LONG = 64, 512, 2048
 
 
-@recent(size=lambda found, *arguments: PIECE_BYTES * len(found))
 def dense_pieces(pieces: tuple[Piece, ...], masks: bool, alone: bool) -> tuple[Piece, ...]:
     """Pieces whose windows are cut for dense kernels.
 
