@@ -178,8 +178,7 @@ def _repeat(rows: _Rows, library: Library) -> Iterator[Step]:
 def walk_backward(pattern: DilatedPattern, shape: Shape, library: Library) -> Iterator[Step]:
     q, k, lse = _tensor_bytes(shape)
     yield from _starts(pattern, q, k, k)
-    yield Step(0, lse + lse // LSE)  # lse == -inf
-    yield Step(0, 2 * lse + lse // LSE)  # masked_fill
+    yield Step(0, 2 * lse)  # `for_backward`
     for rows, of_q, of_lse in _parts(pattern, shape):
         yield from _repeat(rows, library)
         if library.contiguous_backward and not _is_contiguous(of_q, (0, 2, 1, 3)):
