@@ -27,6 +27,7 @@ from flexdilated import DilatedPattern, dilated_attention
 PACKAGE = f"{Path(flexdilated.__file__).parent}/"
 INLINE = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")  # frames of their own in some versions of Python only
 NUM_TOKENS, NUM_HEADS, HEAD_DIM = 1024, 8, 16
+PATTERN, WINDOW = DilatedPattern.causal(NUM_TOKENS, NUM_HEADS), DilatedPattern((NUM_TOKENS,), (4,), window=32)
 
 Steps = Counter[tuple[str, str, int]]  # calls of each function: file, name, line
 
@@ -48,9 +49,8 @@ def steps_of(work: Callable[[], object]) -> Steps:
     return steps
 
 
-def measure(mesh: DeviceMesh | None = None) -> dict[str, Steps]:
+def measure(mesh: DeviceMesh | None = None, pattern: DilatedPattern = PATTERN) -> dict[str, Steps]:
     """The steps of a first call, a second call and its backward, of this rank's shard where there is a mesh."""
-    pattern = DilatedPattern.causal(NUM_TOKENS, NUM_HEADS)
     shape = (1, NUM_TOKENS // (1 if mesh is None else mesh.size()), NUM_HEADS, HEAD_DIM)
     q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
     outs: list[torch.Tensor] = []
@@ -76,7 +76,7 @@ def main() -> None:
     console = Console()
     with Ranks(2) as ranks:
         over_two, _ = ranks(measure)
-    for name, steps_of_call in (("one process", measure()), ("two ranks", over_two)):
+    for name, steps_of_call in (("one process", measure()), ("a window", measure(pattern=WINDOW)), ("two ranks", over_two)):
         for call, steps in steps_of_call.items():
             files = len({file for file, _, _ in steps})
             table.add_row(f"{name}, {call}", str(files), str(len(steps)), str(steps.total()))

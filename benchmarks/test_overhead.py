@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention import (
@@ -22,10 +23,13 @@ from benchmarks.attention import (
     random_inputs,
 )
 from benchmarks.conftest import Sizes
-from benchmarks.timing import Ratio, side_by_side
-from flexdilated import DilatedPattern
+from benchmarks.timing import Ratio, processor_ratio, side_by_side
+from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.decode import DilatedKVCache
 
 PATTERN = DilatedPattern.longnet()
+FEW_TOKENS, FEW_HEADS, SMALL_HEAD_DIM = 64, 4, 16  # of a call that is all overhead
+FEW_TOKENS_PATTERN = DilatedPattern((16, 32, 64), (1, 2, 4))
 
 bare_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 bare_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -79,6 +83,46 @@ def test_forward_backward_overhead(benchmark: Any, sizes: Sizes, record: Callabl
     assert_rows_match_definition(x, PATTERN, results.out, results.dq)
     name = f"overhead/forward+backward/{str(dtype).removeprefix('torch.')}/N={sizes.overhead}"
     record(Ratio(name, ratio, 1.08, "lower"), shape=x.q.shape, dtype=dtype)
+
+
+def test_few_tokens(benchmark: Any, sizes: Sizes, record: Callable[..., None]) -> None:
+    """One call, and one decoded token, against one call of SDPA on as many tokens."""
+    shape = (1, FEW_TOKENS, FEW_HEADS, SMALL_HEAD_DIM)
+    leaves, dout = [torch.randn(shape, requires_grad=True) for _ in range(3)], torch.randn(shape)
+    # (B, H, N, D) as SDPA reads them
+    dense_leaves = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in leaves]
+    dense_dout = dout.transpose(1, 2).contiguous()
+
+    def ours() -> Tensor:
+        return dilated_attention(*leaves, FEW_TOKENS_PATTERN)
+
+    def dense() -> Tensor:
+        return F.scaled_dot_product_attention(*dense_leaves)
+
+    expected, _ = reference.dilated_attention(*(x.double() for x in leaves), FEW_TOKENS_PATTERN)
+    torch.testing.assert_close(benchmark(ours).double(), expected, atol=1e-6, rtol=1e-6)
+    rounds = 4 if sizes.quick else 100
+    forward_ratio = processor_ratio(ours, dense, rounds=rounds)
+    both_ratio = processor_ratio(
+        lambda: torch.autograd.grad(ours(), leaves, dout),
+        lambda: torch.autograd.grad(dense(), dense_leaves, dense_dout),
+        rounds=rounds,
+    )
+    cache = DilatedKVCache(FEW_TOKENS_PATTERN, batch_size=1, num_kv_heads=FEW_HEADS, head_dim=SMALL_HEAD_DIM)
+    token, (dense_q, dense_k, dense_v) = torch.randn(3, 1, 1, FEW_HEADS, SMALL_HEAD_DIM), dense_leaves
+    with torch.no_grad():
+        step_ratio = processor_ratio(
+            lambda: cache.attend(*token),
+            lambda: F.scaled_dot_product_attention(dense_q[:, :, :1], dense_k, dense_v),
+            rounds=rounds,
+        )
+    record(
+        Ratio(f"overhead/one call over SDPA/forward/N={FEW_TOKENS}", forward_ratio, 7.0, "lower"),
+        Ratio(f"overhead/one call over SDPA/forward+backward/N={FEW_TOKENS}", both_ratio, 7.0, "lower"),
+        Ratio(f"overhead/one decoded token over SDPA/N={FEW_TOKENS}", step_ratio, 5.0, "lower"),
+        shape=shape,
+        dtype=torch.float32,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

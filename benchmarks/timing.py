@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import pytest
+import torch
 
 T = TypeVar("T")
 
@@ -39,6 +40,25 @@ def median_ratio(ours: Callable[[], object], peer: Callable[[], object], *, roun
     """The median of time(ours) / time(other), alternating, after one call of each that is not counted."""
     ours(), peer()
     return statistics.median(seconds(ours) / seconds(peer) for _ in range(rounds))
+
+
+def processor_ratio(ours: Callable[[], object], peer: Callable[[], object], *, rounds: int, calls: int = 20) -> float:
+    """The median of processor time(ours) / processor time(peer), of many calls each: for calls of microseconds, on one thread."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        functions = (ours, peer)
+        pairs = [[_processor_seconds(function, calls) for function in functions] for _ in range(rounds + 1)]
+    finally:
+        torch.set_num_threads(num_threads)
+    return statistics.median(a / b for a, b in pairs[1:])  # the first pair makes plans
+
+
+def _processor_seconds(function: Callable[[], object], calls: int) -> float:
+    start = time.process_time()
+    for _ in range(calls):
+        function()
+    return time.process_time() - start
 
 
 def seconds(function: Callable[[], object]) -> float:

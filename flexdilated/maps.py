@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexdilated.core.branch import num_kept
 from flexdilated.core.call import Call
-from flexdilated.core.checks import check_dtypes, check_tensors, refuse_shards_of_torch
+from flexdilated.core.checks import check_tensors, refuse_dtypes, refuse_shards_of_torch
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.integers import as_integer
@@ -115,7 +115,8 @@ def _map_uncompiled(*tensors: Any, **options: Any) -> Tensor:
 
 def _check(q: Tensor, k: Tensor, call: Call) -> None:
     check_tensors(q, k, k, call)
-    check_dtypes(q, k, k)
+    if k.dtype != q.dtype:
+        refuse_dtypes(q, k, k)
     call.pattern.check_heads(k.shape[2])
 
 

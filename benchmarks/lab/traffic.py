@@ -111,7 +111,7 @@ def _parts(pattern: DilatedPattern, shape: Shape) -> Iterator[tuple[_Rows, Strid
     slabs = slabs_of(pieces, batch, tokens, group, GRID_LIMIT, packed=0, offsets_apart=group > 1)
     queries = layouts(slabs, (batch, tokens, heads, width), (tokens * heads * width, heads * width, width, 1), group)
     lses = layouts(slabs, (batch, tokens, heads, 1), (heads * tokens, 1, tokens, 1), group)
-    for piece, part, (_, of_q), (_, of_lse) in zip(slabs.pieces, slabs.parts, queries, lses):
+    for piece, part, (_, of_q, _), (_, of_lse, _) in zip(slabs.pieces, slabs.parts, queries, lses):
         counts = (len(range(n)[selected]) for n, selected in zip((batch, piece.segments, piece.offsets, piece.heads), part))
         part_batch, segments, offsets, kv_heads = counts
         part_piece = piece._replace(segments=segments, offsets=offsets, heads=kv_heads)
@@ -178,8 +178,7 @@ def _repeat(rows: _Rows, library: Library) -> Iterator[Step]:
 def walk_backward(pattern: DilatedPattern, shape: Shape, library: Library) -> Iterator[Step]:
     q, k, lse = _tensor_bytes(shape)
     yield from _starts(pattern, q, k, k)
-    yield Step(0, lse + lse // LSE)  # lse == -inf
-    yield Step(0, 2 * lse + lse // LSE)  # masked_fill
+    yield Step(0, 2 * lse)  # `for_backward`
     for rows, of_q, of_lse in _parts(pattern, shape):
         yield from _repeat(rows, library)
         if library.contiguous_backward and not _is_contiguous(of_q, (0, 2, 1, 3)):

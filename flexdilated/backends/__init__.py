@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from flexdilated.backends.crossovers import PROVEN
 from flexdilated.backends.dense import flash, sdpa
 from flexdilated.backends.dense.math import operations_why_not
 from flexdilated.backends.flex import kernel as flex_kernel
@@ -83,7 +84,9 @@ def choose(backend: str, request: DispatchKey, *, divided: bool = False) -> str:
         for name in prefer(request):
             reasons[name] = WHOLE if divided and name not in KERNEL_BACKENDS else why_not(name, request)
             if reasons[name] is None:
-                reasons[name] = unproven(name, request) or (triton_backend.why_not_unasked(request) if name == "triton" else None)
+                reasons[name] = unproven(name, request) if name in PROVEN else None
+            if reasons[name] is None and name == "triton":
+                reasons[name] = triton_backend.why_not_unasked(request)
             if reasons[name] is None:
                 return name
         text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

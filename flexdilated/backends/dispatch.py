@@ -19,7 +19,7 @@ from flexdilated.core.tracing import writes_onnx
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a checked call."""
     traced, request = torch.compiler.is_compiling(), call.dispatch_key(q, k, v)
-    divided = call.part_of_heads(k.shape[2]) is not None
+    divided = call.num_heads != k.shape[2]
     requested, call = call.backend, call._replace(backend=choose(call.backend, request, divided=divided))
     if call.backend == "reference":
         return _reference(q, k, v, call)

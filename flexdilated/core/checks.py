@@ -19,6 +19,7 @@ from flexdilated.core.call import EXCHANGES, Call, MaskMod, ScoreMod
 from flexdilated.core.hardware import autocast_dtype
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.tracing import uncached
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Where torch keeps its own context parallelism: in 2.11 and newer, and before.
@@ -50,15 +51,19 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
     if not isinstance(call.backend, str):
         raise TypeError(f"backend must be the name of a backend, got {call.backend!r}")
     num_heads = k.shape[2] if call.num_heads is None else call.num_heads
-    call.pattern.check_heads(num_heads)
+    uncached(_check_heads)(call.pattern, num_heads)
     dtype = autocast_dtype(q.device)
     if dtype is not None:  # as in a matrix product, which leaves float64 alone
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    check_dtypes(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        refuse_dtypes(q, k, v)
     requires_grad = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
     call = call._replace(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, score_mod_requires_grad=requires_grad)
     return q, k, v, call
+
+
+_check_heads = lru_cache(maxsize=1024)(DilatedPattern.check_heads)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
@@ -227,15 +232,14 @@ def check_dense(name: str, x: Tensor, nested: str = "pack the sequences in one r
         raise NotImplementedError(f"{name} must be a dense tensor, got layout {x.layout}; use to_dense()")
 
 
-def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Reject keys and values of another dtype than the queries.
+def refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+    """Reject keys or values of another dtype than the queries.
 
     Raises:
-        TypeError: If they have one.
+        TypeError: Always.
     """
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q={q.dtype}, got {x.dtype}")
+    name, x = ("v", v) if k.dtype == q.dtype else ("k", k)
+    raise TypeError(f"{name} must have the dtype of q={q.dtype}, got {x.dtype}")
 
 
 def is_number(x: object) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
 from flexdilated.core.encoding import decode
@@ -28,6 +29,9 @@ GRADIENT_MESSAGE = (
 )
 
 DATA_DEPENDENT = "_by_values"  # suffix of the operators for calls with documents or dropout, whose values the host reads
+
+# What the dispatcher adds to the keys of tensors in eager code. Modes, tracers and transforms add keys of their own.
+EAGER = sum(torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key)).raw_repr() for key in ("BackendSelect", "ADInplaceOrView"))
 
 O = TypeVar("O")  # noqa: E741 - the options of an operator
 
@@ -200,6 +204,18 @@ def _either(plain: Operator, reading: Operator, last: int) -> Operator:
         return (reading if reads else plain).backward(*arguments)
 
     return Operator(forward, backward)
+
+
+def is_plain_eager(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether nothing sees a difference between an operator and its implementation.
+
+    Compilers, transforms, tracers, modes, tensors of subclasses and tensors without memory do.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_function_stack():
+        return False
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~EAGER:
+        return False
+    return all(x is None or (type(x) in (Tensor, Parameter) and not x.is_meta) for x in tensors)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, num_tensors: int = 6) -> None:

@@ -26,9 +26,8 @@ def merge_(out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> None:
         out_i: Partial output, `(..., D)`, any floating dtype.
         lse_i: Partial log-sum-exp, `(...)`.
     """
-    weight = torch.sigmoid(lse_i - lse)
-    # -inf - -inf is NaN where neither side reaches the row. A genuine NaN still travels through `out_i`.
-    weight = torch.where(lse_i == -math.inf, 0.0, weight)
+    # -inf - -inf would be NaN where neither side reaches the row: `out_i`, which is 0 there, is copied instead.
+    weight = lse_i.clamp(min=torch.finfo(lse_i.dtype).min).sub_(lse).sigmoid_()
     merged = out.to(lse.dtype).lerp_(out_i.to(lse.dtype), weight.unsqueeze(-1))
     if merged is not out:
         out.copy_(merged)
@@ -91,5 +90,6 @@ def for_backward(lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | Non
 
     `exp(score - lse)` is then 0, not NaN, whatever the derivative of what was made of -inf is.
     """
-    empty = lse == -math.inf
-    return lse.masked_fill(empty, math.inf), None if dlse is None else dlse.masked_fill(empty, 0.0)
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == -math.inf, 0.0)
+    return lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=math.inf), dlse

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.pieces import Piece
 
 BoxSlices = tuple[slice, slice, slice, slice]  # of a box: sequences, segments, offsets, heads
@@ -69,11 +68,11 @@ def box(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
 
 
 def box_layout(piece: Piece, size: Sequence[int], strides: Sequence[int], group: int) -> StridedLayout:
-    """Size and strides of the `box` of a piece in a tensor `(B, N, H, D)`, and the elements before its first one."""
-    batch, token, query_head, dim = strides
+    """Size and strides of the `box` of a piece in a tensor `(B, N, H, D)` or `(B, N, H)`, and the elements before its first one."""
+    batch, token, query_head, *dim = strides
     head = query_head * group
     return (
-        (size[0], piece.segments, piece.offsets, piece.heads, group, piece.rows, size[3]),
+        (size[0], piece.segments, piece.offsets, piece.heads, group, piece.rows, *size[3:]),
         (
             batch,
             piece.segment_stride * token,
@@ -81,7 +80,7 @@ def box_layout(piece: Piece, size: Sequence[int], strides: Sequence[int], group:
             piece.head_step * head,
             query_head,
             piece.row_stride * token,
-            dim,
+            *dim,
         ),
         piece.token * token + piece.head * head,
     )
@@ -93,7 +92,7 @@ def pack(rows: Tensor, *, offsets_apart: bool = False) -> Tensor:
     Where each offset has one head, offsets are the kernel's heads, `(b s) o r d`, unless they must stay `offsets_apart`: with key
     heads shared by query heads, or a key padding mask.
     """
-    return rows.reshape(_packed_shape(rows, offsets_apart))
+    return rows.reshape(_packed_shape(rows.shape, offsets_apart))
 
 
 def pack_view(rows: Tensor, *, offsets_apart: bool = False) -> Tensor | None:
@@ -104,17 +103,13 @@ def pack_view(rows: Tensor, *, offsets_apart: bool = False) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class Slabs:
-    """Parts of pieces, in order, each of which is one call of a kernel; compared by identity.
-
-    Made by `slabs_of`, which gives the same object for equal arguments, so that `layouts` knows it.
-    """
+    """Parts of pieces, in order, each of which is one call of a kernel; compared by identity."""
 
     pieces: tuple[Piece, ...]  # of each slab
     parts: tuple[BoxSlices, ...]
     offsets_apart: bool  # of `pack`
 
 
-@recent(size=lambda found, *arguments, **options: PIECE_BYTES * len(found.parts))
 def slabs_of(
     pieces: tuple[Piece, ...], batch: int, num_tokens: int, group: int, limit: int, packed: int, offsets_apart: bool
 ) -> Slabs:
@@ -140,13 +135,11 @@ class SlabLayout(NamedTuple):
 
     box: StridedLayout  # b s o h g r d
     view: StridedLayout | None  # as `pack` gives them, where strides make that a view
+    packed: tuple[int, ...]  # the size that `pack` gives them
 
 
-@recent(size=lambda found, *arguments: 2 * PIECE_BYTES * len(found))
-def layouts(
-    slabs: Slabs, size: tuple[int, ...], strides: tuple[int, ...], group: int, of_keys: bool = False
-) -> tuple[SlabLayout, ...]:
-    """The layouts of slabs' queries, or keys, in a tensor `(B, N, H, D)`, which has `group` heads for each key/value head."""
+def layouts(slabs: Slabs, size: Sequence[int], strides: Sequence[int], group: int, of_keys: bool = False) -> tuple[SlabLayout, ...]:
+    """The layouts of slabs' queries, or keys, in a tensor `(B, N, H, D)` or `(B, N, H)` of `group` heads per key/value head."""
     layouts_of_slabs = []
     for piece, part in zip(slabs.pieces, slabs.parts):
         sizes, steps, start = box_layout(piece.of_keys if of_keys else piece, size, strides, group)
@@ -154,7 +147,8 @@ def layouts(
         start += sum(span.start * step for span, step in zip(chosen, steps))
         sizes = (*map(len, chosen), *sizes[len(chosen) :])
         packed = _pack_layout(sizes, steps, slabs.offsets_apart)
-        layouts_of_slabs.append(SlabLayout((sizes, steps, start), None if packed is None else (*packed, start)))
+        view = None if packed is None else (*packed, start)
+        layouts_of_slabs.append(SlabLayout((sizes, steps, start), view, _packed_shape(sizes, slabs.offsets_apart)))
     return tuple(layouts_of_slabs)
 
 
@@ -165,7 +159,7 @@ def _pack_layout(
     h, g = size[3:5]
     groups = ((6,), (5,), (3, 4), (0, 1, 2)) if offsets_apart or h * g > 1 else ((6,), (5,), (2, 3, 4), (0, 1))
     sizes, steps, inner = [], [], 1
-    for dims in groups:
+    for dims in groups[7 - len(size) :]:
         count, first = 1, inner  # a dim of size 1 has the stride of a contiguous one, as `Tensor.view` gives it
         for dim in reversed(dims):
             if size[dim] != 1:
@@ -180,6 +174,6 @@ def _pack_layout(
     return tuple(reversed(sizes)), tuple(reversed(steps))
 
 
-def _packed_shape(rows: Tensor, offsets_apart: bool) -> tuple[int, int, int, int]:
-    b, s, o, h, g, r, d = rows.shape
-    return (b * s * o, h * g, r, d) if offsets_apart or h * g > 1 else (b * s, o, r, d)
+def _packed_shape(size: Sequence[int], offsets_apart: bool) -> tuple[int, ...]:
+    b, s, o, h, g, *row = size
+    return (b * s * o, h * g, *row) if offsets_apart or h * g > 1 else (b * s, o, *row)

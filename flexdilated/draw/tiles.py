@@ -94,7 +94,7 @@ def head_tiles(
         branches = pattern.kept(head, num_heads, "pictures of block masks")
         if branches not in looks:
             distinct = head_branches(pattern, head, num_heads, num_tokens)
-            looks[branches] = _look(branches, window, distinct, num_tokens, block_size, group, is_causal)
+            looks[branches] = _look(branches, window, distinct, num_tokens, block_size, group=group, is_causal=is_causal)
         tally, cells = looks[branches]
         look = (*((length, rate) for length, rate, _ in branches), tally, cells.tobytes())
         groups.setdefault(look, ([], tally, cells))[0].append(head)

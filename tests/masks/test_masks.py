@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod, dilated_score_mod, reference
-from tests.cases import Attend, Case, differentiate, least_heads, patterns
+from flexdilated.tuning.checks import Attend
+from tests.cases import Case, differentiate, least_heads, patterns
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((7, 13, 29), (1, 3, 5))

@@ -142,7 +142,8 @@ def test_process_that_is_killed_then_stopped_goes_on_exactly(tmp_path: Path, tex
 @pytest.mark.slow
 def test_torchrun_starts_the_command(tmp_path: Path, text: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "flexdilated"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(flexdilated.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    root = str(Path(flexdilated.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     command = [sys.executable, *launch, *arguments(tmp_path / "run", text, "--resume-if-any", steps=2)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=DEADLINE)
     assert (done.returncode, errors_of(done.stderr), "Warning" in done.stderr) == (0, [], False), done.stderr

@@ -112,7 +112,7 @@ def test_tiles_equal_a_look_at_every_pair(seed: int) -> None:
             rows = [branch[np.ix_(kept, kept)] for branch in joined[:, head] if (kept := branch.diagonal()).any()]
             packed = sum(int(tiles_of(branch, size)[0].sum()) for branch in rows)
             counts = int((visited & ~full).sum()), int(full.sum()), packed, int(joined[:, head].sum())
-            assert each.each == Tally(size, visited.size, *counts)
+            assert each.tally == Tally(size, visited.size, *counts)
     assert len(draw_blocks(DilatedPattern(window=9), 61, 2, block_size=4).axes) == 1
 
 

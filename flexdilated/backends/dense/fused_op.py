@@ -15,6 +15,7 @@ from flexdilated.core.custom_op import (
     Inputs,
     OpOptions,
     differentiate,
+    is_plain_eager,
     operator,
     refuse,
     rows_contiguous,
@@ -32,15 +33,21 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, T
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, both differentiable; its backend is a kernel backend."""
     if torch.compiler.is_compiling():
         refuse_traced_derivatives()
-    run = MIXTURE.forward
-    if not torch.compiler.is_compiling():
-        in_graph = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if torch.is_grad_enabled() and not (in_graph or torch.is_inference_mode_enabled()):
-            run = FlexdilatedMixture.apply
     seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
-    inputs = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, seed)
+    inputs, run = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, seed), _run
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        in_graph = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        run = _run if in_graph or torch.is_inference_mode_enabled() else FlexdilatedMixture.apply
     out, lse = run(*inputs, *call.op_options())
     return out, lse
+
+
+def _run(*arguments: Any) -> tuple[Tensor, ...]:
+    """The operator, without the time that torch.library takes for it where nothing sees the difference."""
+    if is_plain_eager(arguments[:6]):
+        return _forward(Inputs(*arguments[:6]), OpOptions(*arguments[6:]))
+    outputs: tuple[Tensor, ...] = MIXTURE.forward(*arguments)
+    return outputs
 
 
 def _piece_loop(inputs: Inputs, op_options: OpOptions) -> tuple[PieceLoop, Inputs, TokenOrder]:
@@ -59,11 +66,15 @@ def _piece_loop(inputs: Inputs, op_options: OpOptions) -> tuple[PieceLoop, Input
 
 
 def _forward(inputs: Inputs, op_options: OpOptions) -> tuple[Tensor, ...]:
-    refuse_shards_of_torch(0)  # again: a compiled graph was checked when it was traced
     with without_autocast(inputs.q.device):
         loop, inputs, order = _piece_loop(inputs, op_options)
         out, lse = forward(inputs.q, inputs.k, inputs.v, loop)
         return (out, lse) if order.places is None else (order.put(out), order.put(lse, 2))
+
+
+def _run_operator(inputs: Inputs, op_options: OpOptions) -> tuple[Tensor, ...]:
+    refuse_shards_of_torch(0)  # again: a compiled graph was checked when it was traced
+    return _forward(inputs, op_options)
 
 
 def _shapes(inputs: Inputs, op_options: OpOptions) -> tuple[Tensor, ...]:
@@ -86,20 +97,30 @@ def _backward(
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
     if is_differentiated(*arguments[:7]):
         refuse(None)
-    return MIXTURE.backward(*arguments)
+    dout, dlse, q, k, v, out, lse, *others = arguments
+    if not torch.is_grad_enabled() and is_plain_eager(arguments[:10]):
+        return _backward(dout, dlse, Inputs(q, k, v, *others[:3]), (out, lse), OpOptions(*others[3:]))
+    grads: tuple[Tensor, ...] = MIXTURE.backward(*arguments)  # which refuses a derivative of its own
+    return grads
 
 
 MIXTURE = operator(
-    "mixture", schema_of(OpOptions), OpOptions._make, forward=_forward, shapes=_shapes, backward=_backward, through=_differentiate
+    "mixture",
+    schema_of(OpOptions),
+    OpOptions._make,
+    forward=_run_operator,
+    shapes=_shapes,
+    backward=_backward,
+    through=_differentiate,
 )
 
 
 class FlexdilatedMixture(torch.autograd.Function):
-    """The operator with its derivative, without the time that torch.library takes for that: some 80 us a call (torch 2.13)."""
+    """The operator with its derivative, without the time that torch.library takes for that."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        outputs = MIXTURE.forward(*arguments)
+        outputs = _run(*arguments)
         save(ctx, arguments, outputs)
         return outputs
 

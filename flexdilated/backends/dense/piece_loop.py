@@ -7,7 +7,7 @@ a piece needs its own output and log-sum-exp instead: they are computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -17,18 +17,23 @@ from torch import Tensor
 
 from flexdilated.backends import choose_kernel
 from flexdilated.backends.dense.windows import dense_pieces
-from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, fold_in
+from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, Windows, fold_in
 from flexdilated.backends.triton import backend as triton_backend
+from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.custom_op import Inputs, OpOptions
 from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.lse import accumulated, add_zero_keys_, for_backward, merge_
 from flexdilated.core.pieces import Piece
-from flexdilated.core.slabs import Slabs, layouts, pack, slabs_of
+from flexdilated.core.slabs import SlabLayout, Slabs, layouts, slabs_of
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a
 # piece is as few launches as its views allow. See docs/adr/0002.
 CPU_SLAB_BYTES = 4 << 20
+PACKED_ROWS = 256  # slabs of fewer rows are read once: their copies would take up to half of the time of the kernel
+
+
+Strided = tuple[tuple[int, ...], tuple[int, ...]]  # size and strides of a tensor
 
 
 class Slab(NamedTuple):
@@ -39,15 +44,43 @@ class Slab(NamedTuple):
     options: Options
 
 
-class Rows:
-    """The rows of slabs' queries in a tensor `(B, N, H, ...)`; `of_keys`: those of keys.
+class Plan(NamedTuple):
+    """What a loop does in every call of equal sizes: its pieces, and its slabs."""
 
-    The tensor has `group` heads for each key/value head.
-    """
+    pieces: tuple[Piece, ...]
+    parts: Slabs
+    slabs: tuple[Slab, ...]
 
-    def __init__(self, plan: Slabs, x: Tensor, group: int = 1, *, of_keys: bool = False) -> None:
-        self.x, self.first, self.apart = x, x.storage_offset(), plan.offsets_apart
-        self.layouts = layouts(plan, x.shape, x.stride(), group, of_keys)
+
+@recent(size=lambda plan, *arguments: 2 * PIECE_BYTES * (len(plan.pieces) + len(plan.slabs)))
+def _plan(
+    pieces: tuple[Piece, ...],
+    windows: Windows,
+    windows_alone: bool,
+    scale: float,
+    cuts: tuple[int, int, int, int, int],
+    offsets_apart: bool,
+) -> Plan:
+    """The plan of pieces; `cuts`: sizes as `slabs_of` takes them."""
+    if windows != "bounds":
+        pieces = dense_pieces(pieces, windows == "mask", windows_alone)
+    parts, options = slabs_of(pieces, *cuts, offsets_apart=offsets_apart), Options(is_causal=False, scale=scale)
+    return Plan(pieces, parts, tuple(Slab(i, piece, options.within(piece)) for i, piece in enumerate(parts.pieces)))
+
+
+@recent(size=lambda found, *arguments: 2 * PIECE_BYTES * sum(map(len, found)))
+def _layouts(parts: Slabs, group: int, queries: tuple[Strided, ...], keys: tuple[Strided, ...]) -> list[tuple[SlabLayout, ...]]:
+    """The layouts of slabs in tensors of queries, then in those of keys, of each `(size, strides)`."""
+    found = [layouts(parts, size, strides, group) for size, strides in queries]
+    return found + [layouts(parts, size, strides, 1, of_keys=True) for size, strides in keys]
+
+
+class Rows(NamedTuple):
+    """The rows of slabs in a tensor `(B, N, H, D)` or `(B, N, H)`."""
+
+    x: Tensor
+    first: int  # its storage offset
+    layouts: tuple[SlabLayout, ...]
 
     def box(self, slab: Slab) -> Tensor:
         """The rows as `b s o h g r d`."""
@@ -63,8 +96,16 @@ class Rows:
         """The rows as a kernel takes them, a view if strides allow, else a copy."""
         layout = self.layouts[slab.number].view
         if layout is None:
-            return pack(self.box(slab), offsets_apart=self.apart)
+            return self.box(slab).reshape(self.layouts[slab.number].packed)
         return self.x.as_strided(layout[0], layout[1], self.first + layout[2])
+
+    def beside(self, slab: Slab, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows, and the values that a kernel gives for them in the same shape."""
+        view = self.view(slab)
+        if view is not None:
+            return view, values
+        rows = self.box(slab)
+        return rows, values.view(rows.shape)
 
 
 class PieceLoop:
@@ -74,29 +115,32 @@ class PieceLoop:
         q, k, _, key_padding_mask, cu_seqlens, _ = inputs
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
-        self.detaches = op_options.pattern.detach_weights and len(op_options.pattern.branches) > 1
-        self._backend = op_options.engine
         pattern = op_options.pattern
+        self.detaches = pattern.detach_weights and len(pattern.branches) > 1
+        self._backend = op_options.engine
         wanted = {"window": pattern.window is not None, "windows_alone": pattern.windows_alone}
         self._request = DispatchKey.of(q, k, key_padding_mask, cu_seqlens, op_options.dropout_p, **wanted)
         self.kernel = choose_kernel(op_options.engine, self._request)
-        if pattern.window is not None and self.kernel.windows != "bounds":
-            pieces = dense_pieces(pieces, self.kernel.windows == "mask", pattern.windows_alone)
-        self.pieces = pieces
-        self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
-        self.options = Options(op_options.is_causal, op_options.scale, key_padding_mask)
+        self.pieces, self.in_place = pieces, None
+        if self.kernel.in_place is not None:
+            self.in_place = self.kernel.in_place()
+            self.options = Options(op_options.is_causal, op_options.scale, key_padding_mask)
+            return
         self._dropout = None if seed is None else Dropout(op_options.dropout_p, seed)
         self._packs = packs(q.device)
+        self._merging: Any = None if self._packs else merging(self._request)
         # The mask has no heads: every head reads the same column.
-        self._key_padding_mask = (
-            None if key_padding_mask is None else key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1)
-        )
-        if self.in_place is None:
-            row_bytes = self.group * q.shape[3] * q.element_size() if self._packs else 0
-            limit = CPU_SLAB_BYTES if self._packs else GRID_LIMIT
-            offsets_apart = key_padding_mask is not None or self.group > 1
-            self._merging: Any = None if self._packs else merging(self._request)
-            self.plan = slabs_of(pieces, q.shape[0], q.shape[1], self.group, limit, packed=row_bytes, offsets_apart=offsets_apart)
+        self._key_padding_mask = None if key_padding_mask is None else key_padding_mask[:, :, None].expand(-1, -1, k.shape[2])
+        row_bytes, limit = (self.group * q.shape[3] * q.element_size(), CPU_SLAB_BYTES) if self._packs else (0, GRID_LIMIT)
+        cuts, apart = (q.shape[0], q.shape[1], self.group, limit, row_bytes), key_padding_mask is not None or self.group > 1
+        self.plan = _plan(pieces, self.kernel.windows, pattern.windows_alone, op_options.scale, cuts, apart)
+        self.pieces = self.plan.pieces
+
+    def rows(self, *queries: Tensor, keys: tuple[Tensor, ...] = ()) -> Iterator[Rows]:
+        """The rows of slabs in tensors that have rows of queries, then in those that have rows of keys."""
+        sizes = (tuple((x.shape, x.stride()) for x in tensors) for tensors in (queries, keys))
+        found = _layouts(self.plan.parts, self.group, *sizes)
+        return (Rows(x, int(x.storage_offset()), layouts_of_x) for x, layouts_of_x in zip((*queries, *keys), found))
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
@@ -107,26 +151,27 @@ class PieceLoop:
         memory = torch.empty(shape, dtype=dtype, device=self.device)
         return memory if self.pieces and self.pieces[0].covers else memory.fill_(start)
 
-    def slabs(self) -> Iterator[Slab]:
+    def slabs(self) -> Iterable[Slab]:
         """All slabs, in the order of the pieces."""
-        plain = self.options._replace(ignored=None)
-        ignored = None if self._key_padding_mask is None else Rows(self.plan, self._key_padding_mask, of_keys=True)
-        for number, piece in enumerate(self.plan.pieces):
-            slab = Slab(number, piece, plain.within(piece))
-            if ignored is not None:
-                rows = pack(ignored.box(slab)[:, :, :, :1], offsets_apart=True)[:, 0, :, 0]
-                slab = slab._replace(options=slab.options._replace(ignored=rows))
-            if self._dropout is not None:
-                dropout = self._dropout._replace(seed=fold_in(self._dropout.seed, number))
-                slab = slab._replace(options=slab.options._replace(dropout=dropout))
-            yield slab
+        is_whole = self._key_padding_mask is None and self._dropout is None
+        return self.plan.slabs if is_whole else map(self._with_values, self.plan.slabs)
+
+    def _with_values(self, slab: Slab) -> Slab:
+        """A slab whose options hold the values of this call."""
+        options = slab.options
+        if self._key_padding_mask is not None:
+            (ignored,) = self.rows(keys=(self._key_padding_mask,))
+            options = options._replace(ignored=ignored.box(slab)[:, :, :, 0, 0].flatten(0, 2))
+        if self._dropout is not None:
+            options = options._replace(dropout=self._dropout._replace(seed=fold_in(self._dropout.seed, slab.number)))
+        return slab._replace(options=options)
 
     def inputs(self, slab: Slab, *rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """A slab's q, k, v as the kernel takes them. Ignored keys and values are zeroed, whatever they hold."""
         q, k, v = rows[0].read(slab), rows[1].read(slab), rows[2].read(slab)
         if slab.options.ignored is not None:
             k, v = (x.masked_fill(slab.options.ignored[:, None, :, None], 0.0) for x in (k, v))
-        return (q.contiguous(), k.contiguous(), v.contiguous()) if self._packs else (q, k, v)
+        return (q.contiguous(), k.contiguous(), v.contiguous()) if self._packs and k.shape[2] >= PACKED_ROWS else (q, k, v)
 
     def attend(self, slab: Slab, inputs: tuple[Tensor, Tensor, Tensor], into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """A slab's own output and lse of its `inputs`; the output is written to `into` where given."""
@@ -137,24 +182,25 @@ class PieceLoop:
 
     def merge(self, slab: Slab, out: Rows, lse: Rows, out_i: Tensor, lse_i: Tensor) -> None:
         """Merge a slab's results, as a kernel gives them, into running results."""
-        view = out.view(slab) if self._merging else None
-        if view is not None:
-            rows = lse.view(slab)
+        view, rows = out.view(slab), lse.view(slab)
+        if self._merging and view is not None:
             # The lse of several sequences has strides of its own for sequences and segments.
-            if rows is None:
-                rows = lse.box(slab)
-                rows = rows.view(*rows.shape[:2], -1, *rows.shape[5:])
-            if self._launches(self._merging.merge_into, view, rows.select(-1, 0), out_i, lse_i):
+            apart = lse.box(slab)
+            into = apart.view(*apart.shape[:2], -1, apart.shape[5]) if rows is None else rows
+            if self._launches(self._merging.merge_into, view, into, out_i, lse_i):
                 return
-        out_box, lse_box = out.box(slab), lse.box(slab)
-        merge_(out_box, lse_box[..., 0], out_i.view(out_box.shape), lse_i[..., None].view(lse_box.shape)[..., 0])
+        if view is None or rows is None:
+            view, rows = out.box(slab), lse.box(slab)
+            out_i, lse_i = out_i.view(view.shape), lse_i.view(rows.shape)
+        merge_(view, rows, out_i, lse_i)
 
     def add(self, slab: Slab, total: Rows, term: Tensor) -> None:
-        """Add a slab's gradient, as a kernel gives it, to running sums."""
-        view = total.view(slab) if self._merging else None
-        if view is None or not self._launches(self._merging.add_to, view, term):
-            rows = total.box(slab)
-            rows.add_(term.view(rows.shape))
+        """Add a slab's gradient, as a kernel gives it, to running sums; the first pieces write every row."""
+        rows, term = total.beside(slab, term)
+        if slab.piece.covers:
+            rows.copy_(term)
+        elif not (self._merging and rows.dim() == 4 and self._launches(self._merging.add_to, rows, term)):
+            rows.add_(term)
 
     def _launches(self, run: Callable[..., None], *tensors: Tensor) -> bool:
         """Whether a Triton kernel could do it; if not, torch's operations do this and all that follows."""
@@ -187,19 +233,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
     if loop.in_place is not None:
         loop.in_place.forward(out, lse, q, k, v, pieces=loop.pieces, options=loop.options)
         return out, lse
-    input_rows = Rows(loop.plan, q, loop.group), Rows(loop.plan, k, of_keys=True), Rows(loop.plan, v, of_keys=True)
-    out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (out, lse.transpose(1, 2)[..., None]))
+    q_rows, out_rows, lse_rows, *kv_rows = loop.rows(q, out, lse.transpose(1, 2), keys=(k, v))
     for slab in loop.slabs():
-        inputs = loop.inputs(slab, *input_rows)
+        inputs = loop.inputs(slab, q_rows, *kv_rows)
         if not slab.piece.covers:
             loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs))
             continue
-        into, lse_box = out_rows.view(slab), lse_rows.box(slab)
+        into = out_rows.view(slab)
         out_i, lse_i = loop.attend(slab, inputs, into)
         if into is None:
             out_box = out_rows.box(slab)
             out_box.copy_(out_i.view(out_box.shape))
-        lse_box.copy_(lse_i[..., None].view(lse_box.shape))
+        lse_box = lse_rows.box(slab)
+        lse_box.copy_(lse_i.view(lse_box.shape))
     return out, lse
 
 
@@ -226,17 +272,15 @@ def backward(
         )
         return grads
     lse, dlse = for_backward(lse, dlse)
-    input_rows, sum_rows = (
-        (Rows(loop.plan, x, loop.group), Rows(loop.plan, y, of_keys=True), Rows(loop.plan, z, of_keys=True))
-        for x, y, z in ((q, k, v), (dq, dk, dv))
-    )
     kernel = loop.differentiating(dlse)
-    dout_rows, out_rows, lse_rows = (Rows(loop.plan, x, loop.group) for x in (dout, out, lse.transpose(1, 2)[..., None]))
-    dlse_rows = None if dlse is None else Rows(loop.plan, dlse.transpose(1, 2)[..., None], loop.group)
+    by_query = (q, dq, dout, out, lse.transpose(1, 2), *(() if dlse is None else (dlse.transpose(1, 2),)))
+    all_rows = list(loop.rows(*by_query, keys=(k, v, dk, dv)))
+    (q_rows, dq_rows, dout_rows, out_rows, lse_rows), kv_rows = all_rows[:5], all_rows[-4:-2]
+    sum_rows, dlse_rows = (dq_rows, *all_rows[-2:]), None if dlse is None else all_rows[5]
     for slab in loop.slabs():
-        inputs = loop.inputs(slab, *input_rows)
-        dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab).select(3, 0)
-        dlse_i = None if dlse_rows is None else dlse_rows.read(slab).select(3, 0)
+        inputs = loop.inputs(slab, q_rows, *kv_rows)
+        dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab)
+        dlse_i = None if dlse_rows is None else dlse_rows.read(slab)
         if loop.detaches:
             total = lse_i
             out_i, lse_i = loop.attend(slab, inputs)
@@ -246,14 +290,10 @@ def backward(
         else:
             out_i = out_rows.read(slab)
         into = None
-        if slab.piece.covers and dq.dtype == q.dtype:
+        if slab.piece.covers and kernel.writes and dq.dtype == q.dtype:
             views = tuple(view for view in (rows.view(slab) for rows in sum_rows) if view is not None)
             into = views if len(views) == len(sum_rows) else None
         terms = kernel.backward(dout_i, dlse_i, *inputs, out=out_i, lse=lse_i, options=slab.options, into=into)
         for rows, term in zip(sum_rows, terms if into is None else ()):
-            if slab.piece.covers:
-                memory = rows.box(slab)
-                memory.copy_(term.view(memory.shape))
-            else:
-                loop.add(slab, rows, term)
+            loop.add(slab, rows, term)
     return dq, dk, dv

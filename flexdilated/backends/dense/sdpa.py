@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated.backends.dense.math import MATH
-from flexdilated.backends.kernel import Kernel, Options, aligned, bias_of, disabled, unmodified, with_positive_scale
+from flexdilated.backends.kernel import NO_FUNCTIONS, Kernel, Options, aligned, bias_of, disabled, with_positive_scale
 from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.hardware import SLOW_ON_CPU
 from flexdilated.core.lse import accumulated
@@ -64,15 +64,15 @@ def _cpu_flash_why_not(request: DispatchKey) -> str | None:
         return "it runs on CPU only"
     if request.dropout:
         return "it has no dropout"
-    return unmodified(request) or disabled("flash_sdp_enabled")
+    return NO_FUNCTIONS if request.modified else disabled("flash_sdp_enabled")
 
 
 def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     dtype = q.dtype
     if dtype in SLOW_ON_CPU:
         q, k, v = q.float(), k.float(), v.float()
-    bias = bias_of(options, q, k.shape[2])
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+    bias = None if options.ignored is None and options.band is None else bias_of(options, q, k.shape[2])
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, options.is_causal, attn_mask=bias, scale=options.scale
     )
     return out.to(dtype), lse
@@ -83,8 +83,8 @@ def _cpu_flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.dtype in SLOW_ON_CPU:  # torch's backward takes 6 to 11 times as long in a slow one
         dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
-    bias = bias_of(options, q, k.shape[2])
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    bias = None if options.ignored is None and options.band is None else bias_of(options, q, k.shape[2])
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         dout, q, k, v, out, lse, 0.0, options.is_causal, attn_mask=bias, scale=options.scale
     )
     return dq, dk, dv
@@ -100,7 +100,7 @@ def _cuda_why_not(request: DispatchKey, level: tuple[int, int], dtypes: tuple[to
         return f"it has no {_name(request.dtype)} kernel there"
     if request.dropout:
         return "attention dropout runs on the math kernel only"
-    return unmodified(request)
+    return NO_FUNCTIONS if request.modified else None
 
 
 def _fused_why_not(request: DispatchKey, most_head_dim: int, unmasked: str, flag: str) -> str | None:
