@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -186,7 +187,8 @@ def test_preset_and_question_reject(call: Callable[[], object], error: type[Exce
 LOSSY = DilatedPattern((4, 8), (1, 2))
 TEXT = (
     r"^pattern with segments \(4, 8\) at rates \(1, 2\) is not connected: not all information from tokens 0 to 7 reaches the "
-    r"tokens from 8 on; use DilatedPattern\.causal\(seq_len, 2\), or add a branch as long as the sequence at a rate of at most 2$"
+    r"tokens from 8 on; add a window, use DilatedPattern\.causal\(seq_len, 2\), or add a branch as long as the sequence at a rate of "
+    r"at most 2$"
 )
 
 
@@ -276,9 +278,10 @@ def test_no_warning_without_need() -> None:
         torch.compile(layer, fullgraph=True, backend="aot_eager")(q, q, q)
 
 
-def test_cure_of_grouped_heads_is_the_preset_alone() -> None:
+def test_cures_of_grouped_heads_are_a_window_and_the_preset() -> None:
     grouped = DilatedPattern((4, 16), (1, 2), heads="grouped")
     why = why_not_connected(grouped, 16, 8)
     assert why is not None
-    assert why.endswith("tokens 0 to 3 reaches the tokens from 4 on; use DilatedPattern.causal(seq_len, 8)")
+    assert why.endswith("tokens 0 to 3 reaches the tokens from 4 on; add a window or use DilatedPattern.causal(seq_len, 8)")
+    assert why_not_connected(replace(grouped, window=2), 16, 8) is None
     assert why_not_connected(grouped, 4, 8) is None

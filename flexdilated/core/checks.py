@@ -142,7 +142,7 @@ def why_not_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) 
     cure = f", or add a branch as long as the sequence at a rate of at most {rate}" if pattern.heads == "all" and rate > 1 else ""
     return (
         f"not connected: not all information from tokens 0 to {boundary - 1} reaches the tokens from {boundary} on; "
-        f"use DilatedPattern.causal(seq_len, {num_heads}){cure}"
+        f"add a window{',' if cure else ' or'} use DilatedPattern.causal(seq_len, {num_heads}){cure}"
     )
 
 
