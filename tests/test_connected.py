@@ -187,8 +187,8 @@ def test_preset_and_question_reject(call: Callable[[], object], error: type[Exce
 LOSSY = DilatedPattern((4, 8), (1, 2))
 TEXT = (
     r"^pattern with segments \(4, 8\) at rates \(1, 2\) is not connected: not all information from tokens 0 to 7 reaches the "
-    r"tokens from 8 on; add a window, use DilatedPattern\.causal\(seq_len, 2\), or add a branch as long as the sequence at a rate of "
-    r"at most 2$"
+    r"tokens from 8 on; add a window, use DilatedPattern\.causal\(seq_len, 2\), or add a branch as long as the sequence at a rate "
+    r"of at most 2$"
 )
 
 
