@@ -18,7 +18,16 @@ from flexdilated.backends.kernel import Options, with_positive_scale
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
 from flexdilated.backends.triton.groups import PieceGroup, graph_stage, groups, table_of
-from flexdilated.backends.triton.tiles import MOST_SUMMED, ROW_BYTES, TileConfig, is_aligned, padded, tiles_of, unmeasured_tiles
+from flexdilated.backends.triton.tiles import (
+    MOST_UNMEASURED,
+    ROW_BYTES,
+    TileConfig,
+    ahead_tiles,
+    is_aligned,
+    padded,
+    tiles_of,
+    unmeasured_tiles,
+)
 from flexdilated.core.hardware import detect
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pieces import UNBOUNDED, Piece
@@ -28,9 +37,10 @@ INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 
 # Whether loops may load rows by tensor descriptors; tiles.py selects them. `benchmarks.gpu` has a backend that turns it off.
 DESCRIBES = True
-# Forms to measure, which no GPU has run: keys and values of the forward by descriptors that the host makes; all gradients by one
-# kernel, dq in sums whose order varies, so not where torch is asked for deterministic algorithms.
-HOSTS = SUMS = False
+# Forms to measure, which no GPU has run: keys and values of the forward by descriptors that the host makes; products of the forward
+# ahead of the softmax, elsewhere; all gradients by one kernel, dq in sums whose order varies, so not where torch is asked for
+# deterministic algorithms.
+HOSTS = AHEAD = SUMS = False
 
 # The launches of a call by its pieces, shapes, strides and options. Tests and benchmarks that replace tiles replace it too.
 # Calls with more pieces are not kept: they are packed documents, whose boundaries rarely repeat.
@@ -91,7 +101,7 @@ def backward(
     (first,) = _planned(_plan_prepare, (), options, (out, dout, lse, *(() if dlse is None else (dlse,))), detaches)
     _run(first, (out, dout, lse, dlse, rows), (), (), out)
     deltas = _planned(_plan_attend, pieces, options, (q, k, v, dout), "delta") if detaches else ()
-    may_sum = SUMS and q.shape[3] <= MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
+    may_sum = SUMS and q.shape[3] <= MOST_UNMEASURED and not torch.are_deterministic_algorithms_enabled()
     may_sum = may_sum and _may_describe(options, q, dout)
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if may_sum else None
     each = 2 if sums is None else 1
@@ -117,7 +127,7 @@ def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tu
         return tuple(make(pieces, options, tensors, *more))
     kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), graph_stage(tensors[0].device))
     layouts = [(x.shape, x.stride()) for x in tensors]
-    key = (make, pieces, tensors[0].dtype, tensors[0].device, kind, DESCRIBES, HOSTS, more, *layouts)
+    key = (make, pieces, tensors[0].dtype, tensors[0].device, kind, DESCRIBES, HOSTS, AHEAD, more, *layouts)
     found = PLANS.get(key)
     if found is None:
         if len(PLANS) >= MOST_PLANS:
@@ -194,11 +204,15 @@ def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Ten
     strides = (*_strides(*tensors), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
     for group in groups(pieces, q.device):
         asked = HOSTS and group.each is group.one and _may_describe(options, k, v) and all(_may_host(x, group.one) for x in (k, v))
+        ahead = AHEAD and not asked and options.ignored is None and q.shape[3] <= MOST_UNMEASURED
+        ahead = ahead and (_level(q)[0] == 9 or not q.is_cuda)  # the tiles fit the memory of Hopper
         tiles = _tiles(attend, q, group.one, options=options, loaded=(k, v), group=q.shape[2] // k.shape[2], asked=asked)
+        if ahead:
+            tiles = ahead_tiles(q.shape[3], q.element_size())
         queries = _queries(group.each, q, k)
         count = -(-queries // tiles.queries)
         constants = _constants(*tensors, group=group, options=options, tiles=tiles)
-        constants |= {"END": end or ("write" if group.one.covers else "merge"), "HOST": tiles.host}
+        constants |= {"END": end or ("write" if group.one.covers else "merge"), "HOST": tiles.host, "AHEAD": ahead}
         found = _over(
             attend, group.each, queries, tiles=count, lanes=_lanes(group.each, q, k), strides=strides, constants=constants, of=tiles
         )
