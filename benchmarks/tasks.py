@@ -29,12 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.environment import provenance, save
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.draw.pattern import multiplicity
 
 RESULTS = Path(__file__).parent / "results" / "tasks.json"
 HEADS, LAYERS, VOCABULARY = 8, 3, 40
@@ -43,59 +41,19 @@ WIDTH = 3 * PART
 TOKEN, PREVIOUS, FOUND = slice(0, PART), slice(PART, 2 * PART), slice(2 * PART, 3 * PART)
 LEARNING_RATE, EVALUATED = 5e-3, 32
 IGNORED = -100
-BLOCK = 32  # queries that `sliding_window` computes together
-
-
-class Kind(NamedTuple):
-    """One kind of attention: a dilated pattern, a sliding window of `window` tokens, or both in one softmax."""
-
-    pattern: DilatedPattern | None = None
-    window: int = 0
-
-    def multiplicity(self, num_tokens: int) -> NDArray[np.int64]:
-        """How often head h of query i scores key j, `(H, N, N)`: the `m` in `softmax(score + log m)`."""
-        joins: Any = 0 if self.pattern is None else multiplicity(self.pattern, num_tokens, HEADS, is_causal=True)
-        distance = np.arange(num_tokens)[:, None] - np.arange(num_tokens)
-        return np.broadcast_to(joins + ((distance >= 0) & (distance < self.window)), (HEADS, num_tokens, num_tokens))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention by `multiplicity`, `(B, N, H, D)`."""
-        if self.pattern is None:
-            return sliding_window(q, k, v, self.window)[0]
-        if not self.window:
-            return dilated_attention(q, k, v, self.pattern, is_causal=True)
-        near, near_lse = sliding_window(q, k, v, self.window)
-        far, far_lse = dilated_attention(q, k, v, self.pattern, is_causal=True, return_lse=True)
-        return torch.lerp(near, far, torch.sigmoid(far_lse - near_lse).transpose(1, 2)[..., None])
-
-
-def sliding_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Attention to the `window` tokens that end at the query: `out` `(B, N, H, D)` and `lse` `(B, H, N)`.
-
-    Blocks of `BLOCK` queries score the keys of their own block and of the block before; `window` is at most `BLOCK + 1`.
-    """
-    num_tokens, padding = q.shape[1], -q.shape[1] % BLOCK
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, BLOCK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))
-    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # (B, H, blocks, 2 BLOCK, D)
-    distance = BLOCK + torch.arange(BLOCK)[:, None] - torch.arange(2 * BLOCK)
-    hidden = ((distance < 0) | (distance >= window)).repeat(q.shape[2], 1, 1)
-    hidden[0, :, :BLOCK] = True
-    scores = (q @ k.transpose(3, 4) * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
-    out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
-    return out.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :num_tokens], lse.flatten(2)[..., :num_tokens]
 
 
 KINDS = {
-    "dense": Kind(DilatedPattern((1024,), (1,))),
-    "sliding window": Kind(window=25),
-    "segments": Kind(DilatedPattern((49,), (1,))),
-    "two local branches": Kind(DilatedPattern((19, 29), (1, 1))),
-    "nested": Kind(DilatedPattern((32, 128, 512), (1, 4, 8))),
-    "connected": Kind(DilatedPattern((32, 144, 512), (1, 4, 8))),
-    "window + nested": Kind(DilatedPattern((128, 512), (4, 8)), window=17),
-    "local + far": Kind(DilatedPattern((18, 512), (1, 4))),
-    "window + far": Kind(DilatedPattern((512,), (4,)), window=9),
-    "grouped heads": Kind(DilatedPattern.grouped((64, 512), (1, 4))),
+    "dense": DilatedPattern((1024,), (1,)),
+    "sliding window": DilatedPattern(window=25),
+    "segments": DilatedPattern((49,), (1,)),
+    "two local branches": DilatedPattern((19, 29), (1, 1)),
+    "nested": DilatedPattern((32, 128, 512), (1, 4, 8)),
+    "connected": DilatedPattern((32, 144, 512), (1, 4, 8)),
+    "window + nested": DilatedPattern((128, 512), (4, 8), window=17),
+    "local + far": DilatedPattern((18, 512), (1, 4)),
+    "window + far": DilatedPattern((512,), (4,), window=9),
+    "grouped heads": DilatedPattern.grouped((64, 512), (1, 4)),
 }
 
 
@@ -183,9 +141,9 @@ class Layer(nn.Module):
     Initially a query matches its token with the previous tokens of keys, and a value is the token of a key plus what it found.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, pattern: DilatedPattern) -> None:
         super().__init__()
-        self.kind = kind
+        self.pattern = pattern
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm, self.ffn_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.ffn = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
@@ -202,17 +160,17 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
-        x = x + self.out(self.kind.attend(q, k, v).flatten(2))
+        x = x + self.out(dilated_attention(q, k, v, self.pattern, is_causal=True).flatten(2))
         return x + self.ffn(self.ffn_norm(x))
 
 
 class Model(nn.Module):
     """Tokens `(B, N)` to logits `(B, N, V)`; the parts of the width are a token, the token before, and what attention found."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, pattern: DilatedPattern) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, PART)
-        self.layers = nn.Sequential(*(Layer(kind) for _ in range(LAYERS)))
+        self.layers = nn.Sequential(*(Layer(pattern) for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, PART)
         with torch.no_grad():
             self.head.weight.mul_(0.1)[:, FOUND] += torch.eye(PART)
@@ -226,8 +184,9 @@ class Model(nn.Module):
 def settings(task: str, kind: str, seed: int, steps: int | None = None) -> dict[str, Any]:
     """What identifies a run; a kept run with other settings is run again."""
     _, tokens, planned, batch, _ = TASKS[task]
-    pattern, window = KINDS[kind]
-    attention = {"branches": [list(b) for b in pattern.branches] if pattern else [], "window": window}
+    pattern = KINDS[kind]
+    branches = [list(branch) for branch in zip(pattern.segment_lengths, pattern.dilation_rates)]
+    attention = {"branches": branches, "window": pattern.window or 0}
     return {"task": task, "kind": kind, "seed": seed, "tokens": tokens, "steps": steps or planned, "batch": batch, **attention}
 
 
@@ -304,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = provenance("tasks", "cpu", [])
     about = {name: about[name] for name in ("command", "hardware", "date", "python", "torch", "commit")}
     report["pairs per token and head"] = {
-        name: round(float(kind.multiplicity(512).sum()) / HEADS / 512, 2) for name, kind in KINDS.items()
+        name: round(pattern.count_pairs(512, HEADS, is_causal=True) / HEADS / 512, 2) for name, pattern in KINDS.items()
     }
     for result in results([(cell["task"], cell["kind"], cell["seed"]) for cell in remaining], options.workers):
         report["runs"].append(result | about)

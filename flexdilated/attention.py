@@ -27,7 +27,7 @@ OPTIONS_ELSEWHERE = {
     "causal": "is_causal=",
     "enable_gqa": "k and v with fewer heads than q, which need no option",
     "softmax_scale": "scale=",
-    "window_size": "segments of DilatedPattern, or mask_mod=, as lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= window",
+    "window_size": "DilatedPattern(window=w), where a causal window_size is (w - 1, 0), and another (w - 1, w - 1)",
     "softcap": "score_mod=, such as lambda score, b, h, q_idx, kv_idx: softcap * torch.tanh(score / softcap)",
     "alibi_slopes": "score_mod=, such as lambda score, b, h, q_idx, kv_idx: score - alibi_slopes[h] * (q_idx - kv_idx).abs()",
 }

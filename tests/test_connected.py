@@ -115,19 +115,23 @@ def test_first_uncrossed_boundary(pattern: DilatedPattern, num_tokens: int, num_
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "num_heads", "branches"),
+    ("seq_len", "num_heads", "rate", "window"),
     [
-        (512, 8, [(24, 1), (512, 4)]),
-        (8192, 8, [(384, 1), (8192, 4)]),
-        (8192, 12, [(224, 1), (8192, 6)]),
-        (8192, 9, [(896, 1), (8192, 3)]),  # at rate 4 blocked offsets of 9 heads leave a residue out
-        (8192, 2, [(1536, 1), (8192, 2)]),
-        (8192, 1, [(8192, 1)]),
-        (16, 8, [(16, 1)]),
+        (512, 8, 4, 16),
+        (8192, 8, 4, 256),
+        (8192, 12, 6, 112),  # 113 rounded down
+        (8192, 9, 3, 448),  # at rate 4 blocked offsets of 9 heads leave a residue out; 455 rounded down
+        (8192, 2, 2, 1024),
+        (4096, 3, 2, 512),
+        (77, 19, 7, 14),  # twice the rate
+        (100, 18, 9, 18),  # not rounded below twice the rate
+        (17, 8, 4, 8),
+        (16, 8, 1, None),
+        (8192, 1, 1, None),
     ],
 )
-def test_causal_preset(seq_len: int, num_heads: int, branches: list[tuple[int, int]]) -> None:
-    assert list(DilatedPattern.causal(seq_len, num_heads).branches) == branches
+def test_causal_preset(seq_len: int, num_heads: int, rate: int, window: int | None) -> None:
+    assert DilatedPattern.causal(seq_len, num_heads) == DilatedPattern((seq_len,), (rate,), window=window)
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 7, 61, 512, 768, 1000, 8191, 2**20, 2**40])
@@ -135,18 +139,22 @@ def test_causal_preset_is_connected_and_costs_what_it_says(seq_len: int) -> None
     for num_heads in range(1, 40):
         pattern = DilatedPattern.causal(seq_len, num_heads)
         assert pattern.crosses_boundaries(seq_len, num_heads)
-        if len(pattern.branches) == 1:
+        if pattern.window is None:
+            assert pattern == DilatedPattern((seq_len,), (1,))
             continue
-        assert seq_len < 512 or num_heads > 16 or pattern.crosses_boundaries(2 * seq_len, num_heads)
-        (local, _), (_, rate) = pattern.branches
+        (rate,) = pattern.dilation_rates
+        far = seq_len / (2 * rate**2)
+        assert max(0.75 * far - 1, 2 * rate) <= pattern.window <= max(far, 2 * rate)
         keys = pattern.count_pairs(seq_len, num_heads, is_causal=True) / (seq_len * num_heads)
-        assert abs(keys - (local / 2 + seq_len / (2 * rate**2))) <= 1 + local / 2 * (local / seq_len)
+        assert abs(keys - (pattern.window + far)) <= 1 + pattern.window / 2 * (pattern.window / seq_len)
+        assert keys < (seq_len + 1) / 2
 
 
-def test_causal_preset_takes_a_length_and_a_rate() -> None:
-    assert DilatedPattern.causal(512, 8, local=7, rate=4) == DilatedPattern((7, 512), (1, 4))
-    assert DilatedPattern.causal(512, 8, rate=8).dilation_rates == (1, 8)
-    assert DilatedPattern.causal(512, 1, local=7) == DilatedPattern((7, 512), (1, 1))
+def test_causal_preset_takes_a_window_and_a_rate() -> None:
+    assert DilatedPattern.causal(512, 8, window=7, rate=4) == DilatedPattern((512,), (4,), window=7)
+    assert DilatedPattern.causal(512, 8, rate=8) == DilatedPattern((512,), (8,), window=16)
+    assert DilatedPattern.causal(512, 1, window=1) == DilatedPattern((512,), (1,), window=1)
+    assert DilatedPattern.causal(512, 8, window=2).crosses_boundaries(512, 8)
 
 
 RATE = "rate must be at most seq_len=%d and have a head for each of its residues among num_heads=8, got %d; "
@@ -156,8 +164,8 @@ causal = DilatedPattern.causal
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: causal(512, 8, local=6, rate=4), ValueError, "local must be at least 2 * rate - 1=7, got 6"),
-        (lambda: causal(512, 8, local=0), ValueError, "local must be at least 1, got 0"),
+        (lambda: causal(512, 8, window=1), ValueError, "window must be at least 2 beside a branch of rate=4, got 1"),
+        (lambda: causal(512, 8, window=0), ValueError, "window must be at least 1, got 0"),
         (lambda: causal(512, 8, rate=0), ValueError, "rate must be at least 1, got 0"),
         (lambda: causal(512, 8, rate=9), ValueError, RATE % (512, 9)),
         (lambda: causal(512, 8, rate=5), ValueError, RATE % (512, 5)),

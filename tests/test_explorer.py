@@ -248,6 +248,7 @@ def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
 def test_presets_are_the_librarys(page: Any) -> None:
     presets = asked(page, "() => explorer.PRESETS")
     assert pattern_of(presets["longnet"]["state"]) == DilatedPattern.longnet()
+    assert pattern_of(presets["causal"]["state"]) == DilatedPattern.causal(8192, 8)
     assert pattern_of(presets["gigapath"]["state"]) == DilatedPattern.gigapath()
     torchscale = presets["torchscale"]["state"]
     lengths, rates = torchscale["segment_lengths"], torchscale["dilation_rates"]

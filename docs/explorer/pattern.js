@@ -204,6 +204,10 @@ window.explorer = explorer;
   });
   const PRESETS = {
     example: { title: "Small example", state: example([16, 32, 64], [1, 2, 4], 4, 64, { block_size: 16, query: 32 }) },
+    causal: {
+      title: "Causal",
+      state: example([8192], [4], 8, 8192, { window: 256, is_causal: true, query: 5000 }),
+    },
     longnet: {
       title: "LongNet",
       state: example([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12], 12, 65536, { is_causal: true, query: 50000 }),

@@ -124,7 +124,7 @@ def pattern_named(
         pattern = DilatedPattern(window=window)
     elif segment_lengths is not None or dilation_rates is not None:
         refuse("--segment-lengths and --dilation-rates must come together, got one of them")
-    pattern = replace(pattern, window=window, heads=heads_rule, offsets=offsets)
+    pattern = replace(pattern, window=pattern.window if window is None else window, heads=heads_rule, offsets=offsets)
     pattern.check_heads(heads)
     return pattern
 

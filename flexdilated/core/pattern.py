@@ -127,25 +127,25 @@ class DilatedPattern:
         return cls(segment_lengths, dilation_rates, heads="grouped")  # type: ignore[arg-type]
 
     @classmethod
-    def causal(cls, seq_len: int, num_heads: int, *, local: int | None = None, rate: int | None = None) -> DilatedPattern:
-        """A pattern for causal models: a local branch of rate 1, and one far branch over the whole sequence.
+    def causal(cls, seq_len: int, num_heads: int, *, window: int | None = None, rate: int | None = None) -> DilatedPattern:
+        """A pattern for causal models: a sliding window over near tokens, and one dilated branch over the whole sequence.
 
         >>> DilatedPattern.causal(1024, 8).branches
-        (Segments(segment_length=48, dilation_rate=1), Segments(segment_length=1024, dilation_rate=4))
+        (Segments(segment_length=1024, dilation_rate=4), Window(size=32))
 
-        A token and head cost about `local / 2 + seq_len / (2 * rate**2)` keys on average; dense attention costs `seq_len / 2`.
-        The pattern is connected for `seq_len` tokens (`crosses_boundaries`).
+        A token and head cost about `window + seq_len / (2 * rate**2)` keys on average; dense attention costs `seq_len / 2`.
+        Information from every token reaches all later tokens after enough layers.
 
         Args:
             seq_len: Tokens of the longest sequence.
             num_heads: Key/value heads.
-            local: Tokens per local segment. Default: about `seq_len / rate**2`, at least `3 * rate`, so that both branches cost the
-                same and, if possible, have different boundaries.
+            window: Size of the window. Default: `seq_len / (2 * rate**2)`, so that window and branch cost the same, rounded down
+                to a multiple of a large power of two; at least `2 * rate`.
             rate: Rate of the far branch. Default: the largest rate that leaves two heads to each residue, about `num_heads / 2`;
-                2 for two or three heads. For one head or few tokens the pattern is dense attention.
+                2 for two or three heads. For one head, or at most `4 * rate` tokens, the pattern is dense attention.
 
         Raises:
-            ValueError: If a number is below 1, `seq_len` above 2**40, a residue without a head, or `local` below `2 * rate - 1`.
+            ValueError: If a number is below 1, `seq_len` above 2**40, a residue without a head, or `window` is 1 at a rate above 1.
             TypeError: If a number is not an integer.
         """
         seq_len, num_heads = at_least_one("seq_len", seq_len), at_least_one("num_heads", num_heads)
@@ -160,17 +160,15 @@ class DilatedPattern:
                 f"rate must be at most seq_len={seq_len} and have a head for each of its residues among num_heads={num_heads}, got "
                 f"{rate}; use a divisor of num_heads"
             )
-        if local is None and (rate == 1 or 4 * rate >= seq_len):
-            return cls((seq_len,), (1,))
-        if local is None:
-            size = max(seq_len // rate**2, 4 * rate)
+        if window is None:
+            if rate == 1 or 4 * rate >= seq_len:
+                return cls((seq_len,), (1,))
+            size = max(seq_len // (2 * rate**2), 2 * rate)
             unit = 1 << (size // 4).bit_length() - 1  # kernels prefer lengths with a large power of two
-            lengths = (size // unit * unit + unit * i for i in (0, -1, 1, -2, 2))
-            local = next((w for w in lengths if cls((w, seq_len), (1, rate)).crosses_boundaries(2 * seq_len, num_heads)), size)
-        pattern = cls((at_least_one("local", local), seq_len), (1, rate))
-        if not pattern.crosses_boundaries(seq_len, num_heads):
-            raise ValueError(f"local must be at least 2 * rate - 1={2 * rate - 1}, got {local}")
-        return pattern
+            window = max(size // unit * unit, 2 * rate)
+        if at_least_one("window", window) == 1 < rate:
+            raise ValueError(f"window must be at least 2 beside a branch of rate={rate}, got 1: no query would see its neighbour")
+        return cls((seq_len,), (rate,), window=window)
 
     @classmethod
     def gigapath(cls, max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
@@ -363,6 +361,7 @@ class DilatedPattern:
         least `2 * r - 1` positions earlier. `r` is the largest rate of the branches that count. A branch counts if some head
         keeps each of its residues and `2 * r - 1 <= L`. `L` is the least common multiple of the lengths of the rate-1 branches.
         False may be wrong only where branches that do not count join the rest, with r above 64 or at more than 128 boundaries.
+        A pattern with a window of 2 or more is connected, and every token receives information from all earlier ones.
 
         Args:
             num_tokens: Sequence length N.

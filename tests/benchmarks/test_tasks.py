@@ -1,58 +1,25 @@
 """The four tasks: what each kind of attention scores, what is run and kept, and what the page quotes."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import tasks
-from benchmarks.tasks import HEADS, IGNORED, KINDS, RESULTS, TASKS, Kind
+from benchmarks.tasks import HEADS, IGNORED, KINDS, RESULTS, TASKS
 
 pytestmark = pytest.mark.lab
 
-# Kinds of equal cost that differ in the near keys alone: connected segments, and a sliding window.
 SPARSE = [name for name in KINDS if name != "dense"]
-
-
-def pairs_by_definition(kind: Kind, num_tokens: int) -> np.ndarray:
-    """`(H, N, N)`, by loops over integers."""
-    found = np.zeros((HEADS, num_tokens, num_tokens), dtype=np.int64)
-    for head in range(HEADS):
-        for query in range(num_tokens):
-            found[head, query, max(0, query - kind.window + 1) : query + 1] += kind.window > 0
-            for branch, (length, rate) in enumerate(kind.pattern.branches if kind.pattern else ()):
-                assert kind.pattern is not None
-                if head not in kind.pattern.head_range(branch, HEADS):
-                    continue
-                offset = kind.pattern.offset(branch, head, HEADS)
-                if query % length % rate == offset:
-                    found[head, query, query - query % length + offset : query + 1 : rate] += 1
-    return found
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_attention_of_a_kind_is_softmax_over_the_pairs_of_its_definition(name: str) -> None:
-    kind, num_tokens, head_dim = KINDS[name], 293, 5
-    expected = pairs_by_definition(kind, num_tokens)
-    assert np.array_equal(kind.multiplicity(num_tokens), expected)
-    q, k, v = torch.randn(3, 2, num_tokens, HEADS, head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    pairs = torch.from_numpy(expected).double()
-    weights = pairs * torch.exp(torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(head_dim))
-    weights = weights / weights.sum(-1, keepdim=True).clamp(
-        min=1e-300
-    )  # grouped heads leave tokens without keys: their output is 0
-    out = kind.attend(q, k, v) if kind.window else kind.attend(q.float(), k.float(), v.float()).double()
-    torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", weights, v), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_tokens", sorted({task.tokens for task in TASKS.values()}))
 def test_sparse_kinds_score_25_pairs_per_token_within_5_percent(num_tokens: int) -> None:
     for name in SPARSE:
-        assert KINDS[name].multiplicity(num_tokens).sum() / HEADS / num_tokens == pytest.approx(25, rel=0.05), name
+        pairs = KINDS[name].count_pairs(num_tokens, HEADS, is_causal=True)
+        assert pairs / HEADS / num_tokens == pytest.approx(25, rel=0.05), name
 
 
 @pytest.mark.parametrize("name", TASKS)

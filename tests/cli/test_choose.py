@@ -75,7 +75,7 @@ def test_json_holds_what_is_printed() -> None:
         (
             4,
             4096,
-            "takes 43 % of the pairs; a local segment of 256 tokens and a far branch over all tokens are within the budget from",
+            "takes 48 % of the pairs; a local segment of 256 tokens and a far branch over all tokens are within the budget from",
         ),
         (4, 4095, " are within the budget from about 6,800 tokens on."),
         (4, 6500, "the default of models, takes "),

@@ -103,11 +103,13 @@ def test_a_dense_model_is_named_beside_the_default_run_alone(tmp_path: Path, tex
     """The default options on another text, shorter: what is not measured for them is not shown."""
     parts: list[bool] = []
     monkeypatch.setattr("flexdilated.cli.train.load_corpus", lambda *args, **options: load_corpus([text], 37))
-    monkeypatch.setattr("flexdilated.cli.train._train", lambda *args: None)
+    patterns: list[DilatedPattern] = []
+    monkeypatch.setattr("flexdilated.cli.train._train", lambda trainer, *args: patterns.append(trainer.config.pattern))
     monkeypatch.setattr("flexdilated.cli.train._finish", lambda *args, is_default: parts.append(is_default))
     for i, more in enumerate(([], ["--no-compile", "--device=cpu"], ["--steps=101"], [f"--text={text}"], ["--dense"])):
         assert invoke("train", f"--output={tmp_path / str(i)}", *more)[0] == 0
     assert parts == [True, True, False, False, False]
+    assert patterns == [*[DilatedPattern.causal(4096, 6)] * 5, DilatedPattern((4096,), (1,))]
     assert train_command.beside_dense({}, is_default=True).endswith(
         f": {train_command.DENSE_BITS:.2f} bits per held-out byte, measured once with the default options; --dense --overwrite "
         "measures it here"
