@@ -191,6 +191,7 @@ BACKENDS = (
     Backend("triton", partial(dilated, backend="triton"), _needs_cuda),
     Backend("triton_pointers", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, DESCRIBES=False)),
     Backend("triton_host", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, HOSTS=True)),
+    Backend("triton_ahead", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, AHEAD=True)),
     Backend("triton_sums", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, SUMS=True)),
     Backend("flex_packed", partial(dilated, backend="flex", layout="packed"), _packed_why_not, _flex_why_no_training),
     Backend("flex_packed_flash", partial(dilated, backend="flex", layout="packed"), _flex_flash_why_not, around=_flex_flash),

@@ -43,9 +43,9 @@ from flexdilated.core.hardware import detect
 from flexdilated.tuning.checks import Case, Job, definition_jobs, examined
 
 STATE, RESULTS = Path("runs/bench_gpu_all.json"), Path(__file__).parent / "results"
-CHECKED = ("triton", "triton_host", "triton_sums", "sdpa", "sdpa_flash", "sdpa_efficient", "flash")  # in this order
-TIMED = ("sdpa", "sdpa_flash", "triton", "triton_host", "triton_sums", "flash")
-REPEATABLE = {"triton", "triton_host"}  # in every bit: `triton_sums` adds dq in any order
+CHECKED = ("triton", "triton_host", "triton_ahead", "triton_sums", "sdpa", "sdpa_flash", "sdpa_efficient", "flash")  # in this order
+TIMED = ("sdpa", "sdpa_flash", "triton", "triton_host", "triton_ahead", "triton_sums", "flash")
+REPEATABLE = {"triton", "triton_host", "triton_ahead"}  # in every bit: `triton_sums` adds dq in any order
 FORMS = tuple(f"{direction}{heads}" for heads in ("", ", grouped heads") for direction in ("forward", "backward"))
 ATTEMPTS = 2  # a step that was cut off so often is not started again: its kernel may never return
 RATES = "useful TFLOP/s forward / backward"

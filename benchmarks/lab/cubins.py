@@ -33,7 +33,7 @@ from benchmarks.lab import sass
 from flexdilated.backends.triton import backward, forward, merging
 from flexdilated.backends.triton.launch import options_of
 from flexdilated.backends.triton.places import BAND
-from flexdilated.backends.triton.tiles import MOST_SUMMED, TileConfig, padded, tiles_of, unmeasured_tiles
+from flexdilated.backends.triton.tiles import MOST_UNMEASURED, TileConfig, ahead_tiles, padded, tiles_of, unmeasured_tiles
 from tests.backends.absent_gpu import SHARED_MEMORY
 
 KEPT = Path(__file__).with_name("cubins.json")
@@ -61,6 +61,7 @@ DESCRIBING_LEVEL = 90  # the first whose memory is read by tensor descriptors
 
 DESCRIBING = "descriptors"
 HOSTED = "host's descriptors", "host's descriptors, causal"
+AHEAD = "products ahead", "products ahead, causal"
 SUMMED = "sums of dq", "sums of dq, causal", "sums of dq, group of 4"
 FOR_DESCRIPTORS = SHARING, MANY, DENSE = "descriptors, group of 4", "descriptors, many pieces", "descriptors, dense"
 # What a kernel can be asked for, in its dearest form: added to what earlier branches gave. Not causal for wgmma alone, whose
@@ -80,11 +81,13 @@ ASKED: dict[str, dict[str, Any]] = {
     DENSE: {"CAUSAL": False, "DESCRIBED": True},
     HOSTED[0]: {"CAUSAL": False, "DESCRIBED": True, "HOST": True},
     HOSTED[1]: {"DESCRIBED": True, "HOST": True},
+    AHEAD[0]: {"CAUSAL": False, "AHEAD": True},
+    AHEAD[1]: {"AHEAD": True},
     SUMMED[0]: {"CAUSAL": False, "DESCRIBED": True, "SUMS": True},
     SUMMED[1]: {"DESCRIBED": True, "SUMS": True},
     SUMMED[2]: {"CAUSAL": False, "DESCRIBED": True, "SUMS": True, "GROUP": 4},
 }
-ONLY = {"END": "attend", "HOST": "attend", "SUMS": "differentiate_keys"}  # constants of one kernel
+ONLY = {"END": "attend", "HOST": "attend", "AHEAD": "attend", "SUMS": "differentiate_keys"}  # constants of one kernel
 CONSTANTS = {
     "CAUSAL": True,
     "WINDOWED": False,
@@ -96,6 +99,7 @@ CONSTANTS = {
     "TABLED": False,
     "DESCRIBED": False,
     "HOST": False,
+    "AHEAD": False,
     "SUMS": False,
     "HAS_DLSE": True,
     "DETACHED": False,
@@ -231,6 +235,8 @@ def _is_positive(name: str, operations: dict[str, str]) -> bool:
 
 def chosen_tiles(config: Config) -> TileConfig:
     """Those of a launch; by descriptors, too, where it takes none."""
+    if config.asked in AHEAD:
+        return ahead_tiles(config.head_dim, DTYPES[config.dtype])
     if config.asked in HOSTED + SUMMED:
         return unmeasured_tiles(config.kernel, config.head_dim, DTYPES[config.dtype])
     described = 1 << 20 if _asks_descriptors(config.asked) else 0
@@ -245,6 +251,8 @@ def cost_of(config: Config, tiles: TileConfig | None = None) -> Cost:
         tiles = chosen_tiles(config)
     result = compiled(config, tiles)
     registers, spills, in_loops = read(result.asm["cubin"])
+    if config.asked in AHEAD and not any(under for under, _ in sass.hidden(_dump(result.asm["cubin"], "-sass"))):
+        raise AssertionError(f"{config}: no exp2 is issued while products are in flight")
     products = next((name for name, instruction in PRODUCTS.items() if instruction in result.asm["ptx"]), "none")
     return Cost(
         tiles,
@@ -318,9 +326,9 @@ def configs(
             config = Config(kernel, level, head_dim, dtype, asked)
             is_possible = not any(name in constants and kernel != only for name, only in ONLY.items())
             has_descriptors = level >= DESCRIBING_LEVEL or asked != DESCRIBING
-            if "SUMS" in constants:
-                is_possible = is_possible and head_dim <= MOST_SUMMED
-            if constants.keys() & {"CAUSAL", "HOST", "SUMS"}:
+            if constants.keys() & {"AHEAD", "SUMS"}:
+                is_possible = is_possible and head_dim <= MOST_UNMEASURED
+            if constants.keys() & {"CAUSAL", "HOST", "AHEAD", "SUMS"}:
                 is_selected, is_possible = asked not in FOR_DESCRIPTORS, is_possible and TENSOR_CORES.get(level) == "HGMMA"
             else:
                 is_selected = is_usual and has_descriptors and asked not in FOR_DESCRIPTORS
@@ -350,7 +358,7 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 def _is_launched(e: dict[str, Any]) -> bool:
     """Whether a launch takes an entry unasked, and not only a comparison or a measurement."""
-    if e["asked"] in HOSTED + SUMMED:
+    if e["asked"] in HOSTED + AHEAD + SUMMED:
         return False
     return not _asks_descriptors(e["asked"]) or chosen_tiles(config_of(e)).described
 

@@ -8,6 +8,7 @@ Loop = list[tuple[int, str]]  # address and text of its instructions
 
 MULTIPLIED = re.compile(r"MMA\b|FFMA")  # with tensor cores or without
 SPILLED = re.compile(r"\b(STL|LDL)\b")
+EXP2 = "MUFU.EX2"
 WAIT = "WARPGROUP.DEPBAR"  # until at most so many groups of products are in flight
 # What names a register first without writing it.
 READERS = re.compile(r"ST|RED|BAR|BRA|SYNCS|UTMA|LDGSTS|WARPGROUP|DEPBAR|R2UR|R2P|VOTEU|[UIFH]*SETP|PLOP3|NANOSLEEP")
@@ -29,15 +30,34 @@ def spilled(code: str) -> int:
 
 def faults(code: str) -> tuple[int, int]:
     """Inner loops whose wgmma instructions run one at a time, and those that overwrite an operand of one in flight."""
-    all_loops = loops(code)
-    inner = [
-        [instruction for _, instruction in loop]
-        for loop in all_loops
-        if not any(
-            enclosed is not loop and loop[0][0] <= enclosed[0][0] and enclosed[-1][0] <= loop[-1][0] for enclosed in all_loops
-        )
-    ]
+    inner = _inner(code)
     return sum(map(_is_serialised, inner)), sum(map(_is_overwritten, inner))
+
+
+def hidden(code: str) -> list[tuple[int, int]]:
+    """Of each inner loop: the `exp2` that are issued while a wgmma is in flight, and all."""
+    return [(_hidden(loop), sum(EXP2 in what for what in loop)) for loop in _inner(code)]
+
+
+def _hidden(loop: list[str]) -> int:
+    found, flying = 0, False
+    for turn in range(2):  # a product may be in flight when the loop turns
+        for what in loop:
+            if WAIT in what:
+                flying = flying and int(what.rpartition(",")[2], 16) > 0
+            flying = flying or "HGMMA" in what
+            found += turn == 1 and flying and EXP2 in what
+    return found
+
+
+def _inner(code: str) -> list[list[str]]:
+    """The instructions of each loop that contains no other."""
+    found = loops(code)
+    return [
+        [what for _, what in loop]
+        for loop in found
+        if not any(other is not loop and loop[0][0] <= other[0][0] and other[-1][0] <= loop[-1][0] for other in found)
+    ]
 
 
 def _is_serialised(loop: list[str]) -> bool:

@@ -29,6 +29,7 @@ class Candidate(NamedTuple):
 CANDIDATES = (
     Candidate("triton", "triton"),
     Candidate("triton, longer tiles", "triton", ("LONG",), "forward"),
+    Candidate("triton, products ahead of the softmax", "triton", ("AHEAD",), "forward"),
     Candidate("triton, host descriptors", "triton", ("HOSTS",), "forward"),
     Candidate("triton, one backward kernel", "triton", ("SUMS",), "backward"),
     Candidate("flash", "flash"),

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     candidates: tuple[Candidate, ...]
     settings: tuple[tuple[torch.dtype, int], ...]  # dtype and head dim
     lengths: tuple[int, ...] = LENGTHS
-    checked: DilatedPattern = DilatedPattern((512, 1540), (1, 3))
+    checked: DilatedPattern = DilatedPattern((512, 1540), (1, 3), window=200)
     checked_tokens: int = 1700
     group: int = 3
     rounds: int = 7

@@ -40,6 +40,10 @@ MORE = {
     "described_256": Case(LONG, num_tokens=2300, kv_heads=1, group=2, head_dim=256),
     "many_documents": Case(LONG, num_tokens=2300, kv_heads=2, group=2, head_dim=64, borders=BORDERS),
     "described_documents": Case(LONG, num_tokens=2300, kv_heads=2, head_dim=128, borders=BORDERS),
+    "window": Case(replace(PATTERN, window=300), num_tokens=1301, kv_heads=2, group=2, head_dim=64),
+    "window_mask": Case(DilatedPattern(window=5), num_tokens=571, kv_heads=2, head_dim=64, ignored=0.3),
+    "described_window": Case(replace(LONG, window=700), num_tokens=2300, kv_heads=2, head_dim=128),
+    "window_documents": Case(DilatedPattern(window=64), num_tokens=2300, kv_heads=2, head_dim=64, borders=BORDERS),
     "full_tiles": Case(DilatedPattern((256, 512), (1, 2)), num_tokens=1024, kv_heads=2, group=2, head_dim=64),
 }
 
@@ -73,11 +77,14 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, is
     assert_twice_plain(run_backend(case, "triton", dtype, "cuda"), case, dtype, whole)
 
 
+@pytest.mark.parametrize("forms", [("HOSTS", "SUMS"), ("AHEAD",)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", MORE)
-def test_forms_to_measure_err_as_little(name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_to_measure_err_as_little(
+    name: str, is_causal: bool, forms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From sm_90 on: elsewhere launches take none of them."""
-    for form in ("HOSTS", "SUMS"):
+    for form in forms:
         monkeypatch.setattr(launch, form, True)
     test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name, is_causal, torch.bfloat16)
 

@@ -127,6 +127,21 @@ def test_forms_to_measure_equal_the_others_and_the_oracle(name: str, monkeypatch
     assert ("differentiate_queries" in dict(launched)) == (name == "mask")
 
 
+@pytest.mark.parametrize("name", ["plain", "grouped_queries", "mask", "documents", "zero_keys", "detached", "head_dim_48"])
+def test_products_ahead_of_the_softmax_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile(monkeypatch, 16, 16)
+    monkeypatch.setattr(launch, "ahead_tiles", lambda *_: TileConfig(16, 16, 4, 2))
+    expected = run_backend(CASES[name], "triton", torch.float32)
+    monkeypatch.setattr(launch, "AHEAD", True)
+    launched = interpreter.watch(monkeypatch)
+    with poisoned_memory():
+        actual = run_backend(CASES[name], "triton", torch.float32)
+    assert all(map(torch.equal, actual, expected))
+    assert_close(actual, CASES[name])
+    attended = [constants["AHEAD"] for kernel, constants in launched if kernel == "attend"]
+    assert attended == [name != "mask"] * len(attended)
+
+
 @pytest.mark.parametrize("scale", [2.4e38, -3.4e38])
 def test_a_scale_that_is_infinite_in_base_2_equals_the_oracle(scale: float) -> None:
     case, small = replace(CASES["grouped_queries"], scale=scale), 3e-20

@@ -85,18 +85,18 @@ def test_switches_hold_in_either_direction_and_end_with_their_backend(monkeypatc
     pytest.importorskip("triton")
     from flexdilated.backends.triton import launch
 
-    for name in ("HOSTS", "SUMS"):
+    for name in ("HOSTS", "AHEAD", "SUMS"):
         monkeypatch.setattr(launch, name, False, raising=False)  # a checkout may have none
     monkeypatch.setitem(launch.PLANS, ("planned",), ())
     held: list[tuple[bool, ...]] = []
 
     def switches() -> tuple[bool, ...]:
-        return launch.DESCRIBES, launch.HOSTS, launch.SUMS, bool(launch.PLANS)
+        return launch.DESCRIBES, launch.HOSTS, launch.AHEAD, launch.SUMS, bool(launch.PLANS)
 
     monkeypatch.setattr(gpu, "measure", lambda *arguments: held.append(switches()))
     for backend in (e for e in gpu.BACKENDS if e.name.startswith("triton")):
         able = backend._replace(why_not=lambda pattern, device: None)
         gpu.attempt(gpu.Device("cpu"), able, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
-    usual = (True, False, False, True)
-    assert held == [usual, (False, False, False, False), (True, True, False, False), (True, False, True, False)]
+    usual, form = (True, False, False, False, True), (True, False, False, False, False)
+    assert held == [usual, *((*form[:i], not form[i], *form[i + 1 :]) for i in range(4))]
     assert switches() == usual

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Case, tuple[int, int], str]] = {
     "detached": (replace(MIXED, pattern=replace(MIXED.pattern, detach_weights=True), lse_gradient=False), (16, 16), ""),
     "descriptors": (replace(WINDOW, pattern=DilatedPattern(window=40), group=2, is_causal=True), (16, 16), "described"),
     "descriptors_of_the_host": (replace(MIXED, pattern=DilatedPattern(*SEGMENTS, window=40)), (16, 16), "HOSTS"),
+    "products_ahead": (replace(WINDOW, pattern=DilatedPattern(window=60)), (16, 16), "AHEAD"),
     "sums": (replace(WINDOW, pattern=DilatedPattern(window=40), group=2), (16, 16), "SUMS"),
     "sums_causal": (replace(MIXED, is_causal=True), (32, 16), "SUMS"),
 }
@@ -51,7 +52,8 @@ def test_a_window_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) 
     described = form == "described"
     monkeypatch.setattr(launch, "tiles_of", lambda *arguments, **options: TileConfig(queries, keys, 4, 2, described))
     monkeypatch.setattr(launch, "unmeasured_tiles", lambda kernel, *_: TileConfig(queries, keys, 4, 2, True, kernel == "attend"))
-    if form in ("HOSTS", "SUMS"):
+    monkeypatch.setattr(launch, "ahead_tiles", lambda *_: TileConfig(queries, keys, 4, 2))
+    if form in ("HOSTS", "AHEAD", "SUMS"):
         monkeypatch.setattr(launch, form, True)
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # as poisoned memory asks for
     groups._groups.cache_clear()
@@ -63,7 +65,7 @@ def test_a_window_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert_close(actual, case)
     windowed = [constants for _, constants in launched if constants.get("WINDOWED")]
     assert bool(windowed) == (name != "everything")
-    marks = {"LEAST": "TABLED", "described": "DESCRIBED", "HOSTS": "HOST", "SUMS": "SUMS"}
+    marks = {"LEAST": "TABLED", "described": "DESCRIBED", "HOSTS": "HOST", "AHEAD": "AHEAD", "SUMS": "SUMS"}
     assert not form or any(constants.get(marks[form]) for constants in windowed)
 
 

@@ -72,6 +72,47 @@ def attend_tiles(
 
 
 @triton.jit
+def attend_tiles_ahead(
+    top, total, acc, q, K, V, lane, start, end, k_step, v_step, scale, in_row, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
+    HOST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`attend_tiles` without a mask, with the product of queries and the next keys issued before the softmax of these keys.
+
+    Tensor cores then have work while `exp2` is computed. After the last keys that product is computed again, for nothing.
+    """
+    if start < end:
+        scores = scores_of(q, K, lane, start, k_step, in_row, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D)
+        for j in range(start, end, BLOCK_N):
+            following = tl.minimum(j + BLOCK_N, end - BLOCK_N)
+            ahead = scores_of(q, K, lane, following, k_step, in_row, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D)
+            new = tl.maximum(top, tl.max(scores, 1) * scale)
+            base = tl.where(new == -INFINITY, 0.0, new)
+            p = tl.exp2(scores * scale - base[:, None])
+            fade = tl.exp2(top - base)
+            if DESCRIBED:
+                v = load_described(V, lane, j, BLOCK_N, BLOCK_D, HOST)
+            else:
+                v = load_rows(V + tl.cast(j, tl.int64) * v_step, in_row, in_row, False, PADDED)
+            top, total = new, total * fade + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+            scores = ahead
+    return top, total, acc
+
+
+@triton.jit
+def scores_of(
+    q, K, lane, j, k_step, in_row, PADDED: tl.constexpr, DESCRIBED: tl.constexpr, HOST: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The product of queries and a whole tile of keys from key `j` on."""
+    if DESCRIBED:
+        k = load_described(K, lane, j, BLOCK_N, BLOCK_D, HOST)
+    else:
+        k = load_rows(K + tl.cast(j, tl.int64) * k_step, in_row, in_row, False, PADDED)
+    return tl.dot(q, tl.trans(k), input_precision=PRECISION)
+
+
+@triton.jit
 def merge(OUT, LSE, acc, lse, stored, in_row):
     """Store a partial attention, merged with the one that is there. Rows that neither side reaches stay 0 and -inf."""
     old = tl.load(LSE, mask=stored, other=-INFINITY)
@@ -108,7 +149,8 @@ def attend(
     low, high, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, IGNORES: tl.constexpr, END: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr,
-    HOST: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HOST: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries. `END` is what becomes of its output: `"write"`, `"merge"`, or `"delta"`.
 
@@ -163,10 +205,16 @@ def attend(
         start = start // BLOCK_N * BLOCK_N
         stop = middle
     else:  # tiles of keys that every query sees, before those that take a mask
-        top, total, acc = attend_tiles(
-            top, total, acc, q, K, V, lane, IGNORED, middle, stop, k_step, v_step, ignored_step, m, keys, scale, in_row,
-            low, high, 0, 0, CAUSAL, WINDOWED, False, False, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+        if AHEAD:
+            top, total, acc = attend_tiles_ahead(
+                top, total, acc, q, K, V, lane, middle, stop, k_step, v_step, scale, in_row, PADDED, DESCRIBED, HOST, PRECISION,
+                BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        else:
+            top, total, acc = attend_tiles(
+                top, total, acc, q, K, V, lane, IGNORED, middle, stop, k_step, v_step, ignored_step, m, keys, scale, in_row,
+                low, high, 0, 0, CAUSAL, WINDOWED, False, False, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
         if WINDOWED:
             end -= stop - middle
         else:

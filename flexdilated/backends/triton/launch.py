@@ -19,9 +19,10 @@ from flexdilated.backends.triton.backward import differentiate_keys, differentia
 from flexdilated.backends.triton.forward import attend
 from flexdilated.backends.triton.groups import PieceGroup, graph_stage, groups, table_of
 from flexdilated.backends.triton.tiles import (
-    MOST_SUMMED,
+    MOST_UNMEASURED,
     ROW_BYTES,
     TileConfig,
+    ahead_tiles,
     is_aligned,
     longer,
     padded,
@@ -38,10 +39,11 @@ INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 
 # Whether loops may load rows by tensor descriptors; tiles.py selects them. `benchmarks.gpu` has a backend that turns it off.
 DESCRIBES = True
-# Forms that no GPU has run: keys and values of the forward by descriptors that the host makes; longer tiles of the forward; all
-# gradients by one kernel, dq in sums whose order varies, so not where torch is asked for deterministic algorithms. None: only where
-# `flexdilated tune` found the form right and faster.
+# Forms that no GPU has run: keys and values of the forward by descriptors that the host makes; products of the forward ahead of the
+# softmax; longer tiles of the forward; all gradients by one kernel, dq in sums whose order varies, so not where torch is asked for
+# deterministic algorithms. None: only where `flexdilated tune` found the form right and faster.
 HOSTS: bool | None = None
+AHEAD: bool | None = None
 LONG: bool | None = None
 SUMS: bool | None = None
 
@@ -104,7 +106,7 @@ def backward(
     (first,) = _planned(_plan_prepare, (), options, (out, dout, lse, *(() if dlse is None else (dlse,))), detaches)
     _run(first, (out, dout, lse, dlse, rows), (), (), out)
     deltas = _planned(_plan_attend, pieces, options, (q, k, v, dout), "delta") if detaches else ()
-    may_sum = _asks("SUMS", q) and q.shape[3] <= MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
+    may_sum = _asks("SUMS", q) and q.shape[3] <= MOST_UNMEASURED and not torch.are_deterministic_algorithms_enabled()
     may_sum = may_sum and _may_describe(options, q, dout)
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if may_sum else None
     each = 2 if sums is None else 1
@@ -130,7 +132,7 @@ def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tu
         return tuple(make(pieces, options, tensors, *more))
     kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), graph_stage(tensors[0].device))
     layouts = [(x.shape, x.stride()) for x in tensors]
-    key = (make, pieces, tensors[0].dtype, tensors[0].device, kind, DESCRIBES, HOSTS, LONG, more, *layouts)
+    key = (make, pieces, tensors[0].dtype, tensors[0].device, kind, DESCRIBES, HOSTS, AHEAD, LONG, more, *layouts)
     found = PLANS.get(key)
     if found is None:
         if len(PLANS) >= MOST_PLANS:
@@ -205,7 +207,8 @@ def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Ten
     """One launch of `attend` for each group; for `"delta"`, the last tensor is dout."""
     q, k, v, out = tensors
     strides = (*_strides(*tensors), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
-    hosts, long = (HOSTS, LONG) if end else (_asks("HOSTS", q), _asks("LONG", q))  # `flexdilated tune` checks no other end
+    forms = ("HOSTS", "AHEAD", "LONG")  # `flexdilated tune` checks no other end
+    hosts, forward_ahead, long = (HOSTS, AHEAD, LONG) if end else (_asks(form, q) for form in forms)
     for group in groups(pieces, q.device):
         asked = (
             bool(hosts)
@@ -213,12 +216,17 @@ def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Ten
             and _may_describe(options, k, v)
             and all(_may_host(x, group.one) for x in (k, v))
         )
+        # The tiles of this form fit the memory of Hopper.
+        ahead = bool(forward_ahead) and not asked and options.ignored is None and q.shape[3] <= MOST_UNMEASURED
+        ahead = ahead and (_level(q)[0] == 9 or not q.is_cuda)
         tiles = _tiles(attend, q, group.one, options=options, loaded=(k, v), group=q.shape[2] // k.shape[2], asked=asked)
         tiles = longer(tiles, q.shape[-1], q.element_size()) if long and not asked else tiles
+        if ahead:
+            tiles = ahead_tiles(q.shape[3], q.element_size())
         queries = _queries(group.each, q, k)
         count = -(-queries // tiles.queries)
         constants = _constants(*tensors, group=group, options=options, tiles=tiles)
-        constants |= {"END": end or ("write" if group.one.covers else "merge"), "HOST": tiles.host}
+        constants |= {"END": end or ("write" if group.one.covers else "merge"), "HOST": tiles.host, "AHEAD": ahead}
         found = _over(
             attend, group.each, queries, tiles=count, lanes=_lanes(group.each, q, k), strides=strides, constants=constants, of=tiles
         )

@@ -49,7 +49,7 @@ DESCRIBED: dict[str, dict[int, tuple[TileConfig | None, ...]]] = {
     "differentiate_keys": {90: (None, TileConfig(64, 64, 4, 2, described=True), None)},
     "differentiate_queries": {90: (None, TileConfig(128, 64, 8, 3, described=True), TileConfig(128, 32, 8, 2, described=True))},
 }
-MOST_SUMMED = 128  # head dim of `launch.SUMS`: longer rows spill
+MOST_UNMEASURED = 128  # head dim of `launch.SUMS` and `launch.AHEAD`: longer rows spill
 ROW_BYTES = 16  # what one load takes: descriptors want every row to begin at a multiple, and to be one long
 LEAST_DESCRIBED_ROWS = 512  # in a segment, for a program to be worth its descriptors
 # Where `launch.HOSTS` or `launch.SUMS` asks for forms that no GPU has run.
@@ -59,6 +59,8 @@ UNMEASURED = {
 }
 # Of "attend" where `launch.LONG` is on, in 16 bits: for rows of up to 64 and 128 elements.
 LONGER = (TileConfig(64, 128, 4, 3), TileConfig(128, 128, 8, 3))
+# Where `launch.AHEAD` asks for such a form: tiles at which ptxas moves no wait before `exp2`, and nothing spills.
+AHEAD = (TileConfig(64, 64, 4, 3), TileConfig(128, 64, 8, 3))
 # Without tensor cores: float32 that is not rounded to TensorFloat-32. The same everywhere.
 SINGLE = {
     "attend": (TileConfig(64, 32, 8, 2), TileConfig(32, 16, 8, 2), TileConfig(16, 32, 8, 1)),
@@ -110,6 +112,11 @@ def longer(tiles: TileConfig, head_dim: int, element: int) -> TileConfig:
     if element > 2 or _size(head_dim) >= len(LONGER):
         return tiles
     return LONGER[_size(head_dim)]._replace(described=tiles.described, host=tiles.host)
+
+
+def ahead_tiles(head_dim: int, element: int) -> TileConfig:
+    """The tiles of `"attend"` with products ahead of the softmax."""
+    return (SINGLE["attend"] if element > 2 else AHEAD)[_size(head_dim)]
 
 
 def _size(head_dim: int) -> int:

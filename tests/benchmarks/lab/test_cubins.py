@@ -86,6 +86,24 @@ def test_no_loop_of_the_kernels_divides_by_what_may_be_0() -> None:
     assert done.stdout.count("differentiate_keys") == 1, done.stderr
 
 
+PLANTED = """
+from benchmarks.lab import cubins
+config = cubins.Config("attend", 90, 64, "bf16", cubins.AHEAD[0])
+assert not cubins.cost_of(config).spills
+cubins.ASKED[cubins.AHEAD[0]] = {"CAUSAL": False}
+cubins.cost_of(config)
+"""
+
+
+def test_a_form_whose_exp2_waits_for_products_is_found() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PLANTED], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stderr.rstrip().endswith("no exp2 is issued while products are in flight"), done.stderr
+    assert done.stderr.count("line 6, in <module>") == 1
+
+
 def test_the_page_shows_what_is_kept() -> None:
     shown = cubins.PAGE.read_text().split(cubins.BORDERS[0])[1].split(cubins.BORDERS[1])[0]
     assert shown.strip() == cubins.table(kept())

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.lab
 SCORES = "HGMMA.64x64x16.F32.BF16 R152, gdesc[UR12], RZ, !UPT, gsb0"
 VALUES = "HGMMA.64x128x16.F32.BF16 R24, R184, gdesc[UR12].tnspB, R24"
 WAIT, WAIT_BUT_ONE = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
+EXP2 = "MUFU.EX2 R3, R3"
 WEIGHTS = "F2FP.BF16.F32.PACK_AB R187, R3, R2"
 
 
@@ -44,6 +45,21 @@ def test_spills_are_counted_in_loops_with_products_of_any_kind() -> None:
 )
 def test_faults_of_products_in_flight(instructions: tuple[str, ...], found: tuple[int, int]) -> None:
     assert sass.faults(loop(*instructions)) == found
+
+
+@pytest.mark.parametrize(
+    ("instructions", "found"),
+    [
+        ((SCORES, WAIT, EXP2, EXP2, f"{VALUES}, gsb0"), (0, 2)),
+        (
+            (EXP2, SCORES, EXP2, WAIT, EXP2, f"{VALUES}, gsb0"),
+            (2, 3),
+        ),  # the first one while values of the turn before are in flight
+        ((SCORES, WAIT_BUT_ONE, EXP2, WAIT, EXP2, VALUES), (1, 2)),
+    ],
+)
+def test_exp2_is_counted_while_products_are_in_flight(instructions: tuple[str, ...], found: tuple[int, int]) -> None:
+    assert sass.hidden(loop(*instructions)) == [found]
 
 
 def test_only_inner_loops_are_judged() -> None:
