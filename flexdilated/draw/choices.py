@@ -64,6 +64,7 @@ def draw_choices(choices: Choices) -> Figure:
     axes.tick_params(labelsize=10, colors=INK)
     axes.grid(color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
+    axes.margins(0.12)  # room for numbers
     axes.spines[["top", "right"]].set_visible(False)
     kind = "causal" if choices.is_causal else "not causal"
     heads = f"{choices.num_heads} key/value head{'s' * (choices.num_heads != 1)}"
