@@ -256,7 +256,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
     return to
 
 
-LONG, HOSTS, SUMS = (c.name for c in CANDIDATES if c.is_form)
+LONG, AHEAD, HOSTS, SUMS = (c.name for c in CANDIDATES if c.is_form)
 FAST = {"triton": 0.8, LONG: 0.1, HOSTS: 0.5, SUMS: 0.6}
 
 
@@ -353,7 +353,7 @@ def test_a_planted_wrong_form_that_is_faster_is_not_kept(cache: Path, monkeypatc
     monkeypatch.setattr("flexdilated.tuning.timing.NUM_HEADS", 1)
     monkeypatch.setattr("flexdilated.tuning.timing.PATTERN", DilatedPattern((16,), (1,)))
     monkeypatch.setattr(tuning_run, "definition_jobs", lambda *some, **options: jobs_of(*some, **options)[:6:5])  # of 8
-    plan = Plan(CANDIDATES[:4], ((torch.float32, 16),), (16,), DilatedPattern((8, 12), (1, 2)), 13, 2, 1)
+    plan = Plan(CANDIDATES[:5], ((torch.float32, 16),), (16,), DilatedPattern((8, 12), (1, 2)), 13, 2, 1)
     environment = tuned.environment(NAME, LEVEL)
     found = tuning_run.run(tuned.path_of(cache, environment), environment, plan, torch.device("cpu"), 0)
     wrong = {(c["candidate"], c["form"].partition(",")[0]) for c in found.kept["checks"] if c["found"] != "right"}

@@ -31,7 +31,7 @@ Attend = Callable[..., Any]
 
 KEPT = {  # what is kept of a call for later ones, made anew
     "block_mask": lambda: list(block_mask._find_lists.__wrapped__(WANTED)[0]),
-    "rows": lambda: list(rows._lists.__wrapped__(200, 300, 7, True, torch.device("cpu"))[0]),
+    "rows": lambda: list(rows._lists.__wrapped__(200, 300, (-200, 7), True, torch.device("cpu"))[0]),
     "schedule": lambda: [
         x for task in _schedule().tasks for x in (task.heads, *(part.row_index.first for part in (*task.queries, *task.keys)))
     ],
