@@ -27,7 +27,11 @@ OPTIONS_ELSEWHERE = {
     "causal": "is_causal=",
     "enable_gqa": "k and v with fewer heads than q, which need no option",
     "softmax_scale": "scale=",
-    "window_size": "segments of DilatedPattern, or mask_mod=, as lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= window",
+    "s_aux": "sinks=",
+    "learnable_sink": "sinks=",
+    "window": "DilatedPattern(..., window=)",
+    "sliding_window": "DilatedPattern(..., window=)",
+    "window_size": "DilatedPattern(..., window=w) for window_size=(w - 1, w - 1), or (w - 1, 0) in a causal call",
     "softcap": "score_mod=, such as lambda score, b, h, q_idx, kv_idx: softcap * torch.tanh(score / softcap)",
     "alibi_slopes": "score_mod=, such as lambda score, b, h, q_idx, kv_idx: score - alibi_slopes[h] * (q_idx - kv_idx).abs()",
 }
@@ -140,8 +144,9 @@ def dilated_attention(
         mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it removes pairs of the
             pattern. Over a mesh both functions take positions in the whole sequence and must be the same on all ranks; the
             gradients of the tensors that they hold must be summed over ranks.
-        sinks: `(H,)`, a score for each head: that of one more key, of value 0, which every query sees once. It counts in `lse`, and
-            has a gradient; over a mesh that of each rank is of its own rows, and must be summed over ranks. Source: gpt-oss.
+        sinks: `(H,)`, the score of one more key per head, of value 0, which every query sees once. It is not multiplied by `scale`.
+            It counts in `lse` and has a gradient. Over a mesh each rank has the gradient of its own rows: sum it over ranks.
+            Source: gpt-oss.
         backend: `"auto"`, or the name of a backend: `"sdpa"`, `"flash"`, `"triton"`, `"flex"`, `"reference"`. A named backend runs
             or raises, it is never replaced.
         return_lse: Whether to return `lse` too. It is differentiable.

@@ -192,8 +192,8 @@ def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> str:
     near = f"a window of {window.size:,} tokens" if window else f"its segment of {segments[0].segment_length:,} tokens"
     where = f"the tokens of longer segments of {far:,} and {third[0][0]:,}" if third else f"all {num_tokens:,} tokens"
     num_readers = num_heads // rate
-    count = f"{num_readers} heads read" if num_readers > 1 else "one head reads"
-    return f"Each token reads {near} and, in each head, 1 in {rate} of {where}; {count} the same ones."
+    count = f"{num_readers} heads keep the same tokens" if num_readers > 1 else "each head keeps other tokens"
+    return f"Each token reads {near} and, in each head, 1 in {rate} of {where}; {count}."
 
 
 def _about_given(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> str:

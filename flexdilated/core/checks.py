@@ -102,7 +102,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         TypeError: If it is no tensor of floating-point numbers.
     """
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-        raise TypeError(f"sinks must be a floating-point tensor, got {getattr(sinks, 'dtype', sinks)}")
+        raise TypeError(f"sinks must be a floating-point tensor (H,), got {getattr(sinks, 'dtype', sinks)}")
     if q.dim() == 4 and sinks.shape != (q.shape[2],):
         raise ValueError(f"sinks must have shape (H,)=({q.shape[2]},), got {tuple(sinks.shape)}")
     if sinks.device != q.device:

@@ -296,14 +296,14 @@ class Store:
         # Token p replaced token p - window, which the last query before p sees, and no later one.
         if self.window is not None and min(new, self.window - 1) > 0 and held[-1] >= max(self.window, new + 1):
             return (
-                f"length must leave all keys stored that window={self.window} reaches from there, got {new} of {old} tokens in "
-                f"sequence {sequence}: later tokens replaced some; decode that sequence again, or set records_past before the calls"
+                f"length must keep the keys of the window={self.window} before it stored, got {new} of {old} tokens in sequence "
+                f"{sequence}: later tokens replaced some of them; decode that sequence again, or set records_past before the calls"
             )
         for (w, _), segment in zip(self.branches, held if self.window is None else held[:-1]):
             if new % w and segment != new // w:
                 return (
                     f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
-                    f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence anew"
+                    f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence again"
                 )
         return None
 
