@@ -163,7 +163,8 @@ def dilated_attention(
 
     Raises:
         ValueError: If a shape, length, probability or name is wrong, or some branch would have no head.
-        TypeError: If an argument has the wrong type or dtype, or is one of another function; the error names the option here.
+        TypeError: If an argument has the wrong type or dtype, or is an option of SDPA, FlexAttention or flash-attn; the error names
+            the option here.
         NotImplementedError: If the named backend cannot run the call, on a double backward, for score and mask functions with
             `exchange="ring"`, or for shifted positions (`DilatedPattern.zero_padding`) over ranks.
 

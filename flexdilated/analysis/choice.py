@@ -37,7 +37,7 @@ class Choice:
 
     @property
     def local(self) -> int:
-        """Tokens of the longest rate-1 segment, 0 without one. A window counts twice: a segment of 2 w tokens costs no less."""
+        """Tokens of the longest rate-1 segment, 0 without one. A window of w tokens counts as a segment of 2 w tokens."""
         segments, window = self.pattern.split("choose_pattern")
         return max([2 * window.size if window else 0, *(length for length, rate in segments if rate == 1)])
 

@@ -95,7 +95,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
-    """Raise unless there is a score for each query head of q, where it is.
+    """Raise unless there is one score per query head of q, on the device of q.
 
     Raises:
         ValueError: If the shape or the device is wrong.

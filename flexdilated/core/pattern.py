@@ -256,7 +256,7 @@ class DilatedPattern:
 
     @property
     def windows_alone(self) -> bool:
-        """Whether the window's own lse is a constant of the gradient: its pairs must then be computed together."""
+        """Whether the gradient needs the lse of the window alone (`detach_weights`): its pairs must then be computed together."""
         return self.window is not None and self.detach_weights and len(self.branches) > 1
 
     def segments(self, consumer: str) -> tuple[Segments, ...]:
@@ -268,7 +268,7 @@ class DilatedPattern:
         return segments_among(self.branches, consumer)
 
     def kept(self, head: int, num_heads: int, consumer: str) -> tuple[Kept, ...]:
-        """The branches of segments that a head runs, in order, as it keeps them, for code that knows the window as well.
+        """The branches of segments that a head runs, in order, with its offsets. For code that also knows the window.
 
         Raises:
             NotImplementedError: As `split`.
@@ -407,7 +407,7 @@ class DilatedPattern:
 
     @property
     def run_of_neighbours(self) -> int:
-        """Tokens of the runs in which segments of rate 1 join each token to the next, 1 without such a branch."""
+        """Length of the runs of tokens in which segments of rate 1 join each token to the next; 1 without such segments."""
         return math.lcm(*(length for length, rate in self.split("run_of_neighbours")[0] if rate == 1))
 
     def kept_offsets(self, branch: int, num_heads: int) -> range:

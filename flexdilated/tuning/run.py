@@ -70,8 +70,8 @@ def tune(
 ) -> Tuning:
     """Check and time the backends on a GPU, and keep for `backend="auto"` what is right and faster than `"sdpa"`.
 
-    Every candidate runs 8 calls for each head dim: outputs, log-sum-exp and gradients are compared with
-    `flexdilated.reference`. Those that are right are timed in turns with `"sdpa"` and a dense kernel. The result is one file in
+    Every candidate runs 8 calls per head dim: outputs, log-sum-exp and gradients are compared with
+    `flexdilated.reference`. Correct candidates are timed in turns with `"sdpa"` and a dense kernel. The result is one file in
     `$FLEXDILATED_CACHE`, else `$XDG_CACHE_HOME/flexdilated`, else `~/.cache/flexdilated`. A process reads it when it first uses the
     GPU; this process reads it again, except where it is a rank of a process group. An interrupt keeps what is done. Calls of
     `dilated_attention` time nothing.
@@ -86,7 +86,7 @@ def tune(
         everything: Three dtypes, three head dims, a longer sequence and `backend="flex"`, which compiles for minutes.
         processes: Processes that compile and check side by side. Default: one per CPU, at most 8. They import the main program,
             which must call `tune` under `if __name__ == "__main__":`. 0: none.
-        progress: Called with what runs now and the share that is done.
+        progress: Called with a description of the current step and the share of work done.
 
     Raises:
         ValueError: If a head dim is not positive, or `FLEXDILATED_CACHE=off`.
@@ -259,7 +259,7 @@ def _entry(setting: tuple[torch.dtype, int], candidate: str, form: str, case: st
 
 
 def _is_right(candidate: Candidate, way: str, checks: Sequence[Kept]) -> bool:
-    """Whether a candidate is worth timing: a form only in its own direction, and where all heads are right in it."""
+    """Whether to time a candidate: a form only in its own direction, and only if it is right for all numbers of heads."""
     if candidate.direction not in (None, way):
         return False
     forms = [f"{each}{heads}" for each in WAYS[: WAYS.index(way) + 1] for heads in ("", ", grouped heads")[: 1 + candidate.is_form]]
