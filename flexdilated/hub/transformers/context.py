@@ -41,8 +41,8 @@ MODELS = {"GPT2LMHeadModel", *(f"{family}ForCausalLM" for family in FAMILIES)}
 class Context:
     """The mesh over which a model's tokens are sharded, the exchange, and the state of a forward.
 
-    `attended`: layers that have attended, by index. `compared`: whether the labels of neighbouring ranks have been compared, in
-    training and in evaluation, which have different loaders. `has_warned`: whether a warning said that these labels show nothing.
+    `attended`: layers that have attended, by index. `compared`: modes (training, evaluation: they have different loaders) in which
+    the labels of neighbouring ranks have been compared. `has_warned`: whether a warning said that the labels show nothing.
     `packing_options`: names of the forward's options that its layers must pass on to their attention.
     """
 
