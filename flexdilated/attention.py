@@ -27,6 +27,10 @@ OPTIONS_ELSEWHERE = {
     "causal": "is_causal=",
     "enable_gqa": "k and v with fewer heads than q, which need no option",
     "softmax_scale": "scale=",
+    "s_aux": "sinks=",
+    "learnable_sink": "sinks=",
+    "window": "DilatedPattern(..., window=)",
+    "sliding_window": "DilatedPattern(..., window=)",
     "window_size": "DilatedPattern(window=w), where a causal window_size is (w - 1, 0), and another (w - 1, w - 1)",
     "softcap": "score_mod=, such as lambda score, b, h, q_idx, kv_idx: softcap * torch.tanh(score / softcap)",
     "alibi_slopes": "score_mod=, such as lambda score, b, h, q_idx, kv_idx: score - alibi_slopes[h] * (q_idx - kv_idx).abs()",
@@ -140,8 +144,9 @@ def dilated_attention(
         mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it removes pairs of the
             pattern. Over a mesh both functions take positions in the whole sequence and must be the same on all ranks; the
             gradients of the tensors that they hold must be summed over ranks.
-        sinks: `(H,)`, a score for each head: that of one more key, of value 0, which every query sees once. It counts in `lse`, and
-            has a gradient; over a mesh that of each rank is of its own rows, and must be summed over ranks. Source: gpt-oss.
+        sinks: `(H,)`, the score of one more key per head, of value 0, which every query sees once. It is not multiplied by `scale`.
+            It counts in `lse` and has a gradient. Over a mesh each rank has the gradient of its own rows: sum it over ranks.
+            Source: gpt-oss.
         backend: `"auto"`, or the name of a backend: `"sdpa"`, `"flash"`, `"triton"`, `"flex"`, `"reference"`. A named backend runs
             or raises, it is never replaced.
         return_lse: Whether to return `lse` too. It is differentiable.
@@ -158,7 +163,8 @@ def dilated_attention(
 
     Raises:
         ValueError: If a shape, length, probability or name is wrong, or some branch would have no head.
-        TypeError: If an argument has the wrong type or dtype, or is one of another function; the error names the option here.
+        TypeError: If an argument has the wrong type or dtype, or is an option of SDPA, FlexAttention or flash-attn; the error names
+            the option here.
         NotImplementedError: If the named backend cannot run the call, on a double backward, for score and mask functions with
             `exchange="ring"`, or for shifted positions (`DilatedPattern.zero_padding`) over ranks.
 

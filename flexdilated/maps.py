@@ -46,7 +46,8 @@ def attention_map(
     (torch.Size([1, 4, 2, 64]), True)
 
     `weights[b, h, i, p]` is the factor of `v[b, p]` in `out[b, queries[i], h]`: the sum of `exp(score - lse)` over branches with
-    the pair. A row sums to 1, less the part of zero keys (`DilatedPattern.zero_padding`), or to 0 for a query without keys. Memory
+    the pair. A row sums to 1, less the part of zero keys (`DilatedPattern.zero_padding`), or to 0 for a query without keys. Sinks
+    are not included: with `sinks=`, multiply a row by `exp(lse - logaddexp(lse, sinks))`, `lse` without sinks. Memory
     and time grow with N times the number of queries. No gradient.
     With `mesh`, q, k and `key_padding_mask` are this rank's contiguous shard of a longer sequence, and the weights are those of the
     keys of this rank; a row sums to 1 over all ranks.

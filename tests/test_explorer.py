@@ -354,7 +354,7 @@ def test_a_wrong_field_shows_the_message_and_keeps_the_picture(page: Any) -> Non
 
 BAD_ADDRESSES = [
     ("w=1.5&r=1", "segment_lengths[0] must be an integer, got '1.5'"),
-    ("w=&r=", "segment_lengths must hold at least one length where there is no window, got ()"),
+    ("w=&r=", "segment_lengths must hold at least one length if window is None, got ()"),
     ("w=16&r=1&window=0", "window must be at least 1, got 0"),
     ("w=<img src=x onerror=alert(1)>&r=1", "segment_lengths[0] must be an integer, got '<img src=x onerror=alert(1)>'"),
     (f"w={','.join(['4'] * 500)}&r={','.join(['1'] * 500)}", "pattern must have at most 12 branches on this page, got 500"),

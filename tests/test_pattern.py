@@ -92,8 +92,8 @@ def test_notebooks_show_every_branch_and_a_title_that_can_be_read_aloud() -> Non
 @pytest.mark.parametrize(
     ("lengths", "rates", "options", "error", "message"),
     [
-        ((), (), {}, ValueError, r"segment_lengths must hold at least one length where there is no window, got \(\)"),
-        ((7, 13), (1,), {}, ValueError, r"dilation_rates must hold one rate per segment length=2, got \(1,\)"),
+        ((), (), {}, ValueError, r"segment_lengths must hold at least one length if window is None, got \(\)"),
+        ((7, 13), (1,), {}, ValueError, r"dilation_rates must hold one rate per segment length \(2\), got \(1,\)"),
         ((7, 0), (1, 1), {}, ValueError, r"segment_lengths\[1\] must be at least 1, got 0"),
         ((7, 2**40 + 1), (1, 1), {}, ValueError, r"segment_lengths\[1\] must be at most 1099511627776, got 1099511627777"),
         ((7, 2**63), (1, 1), {}, ValueError, r"segment_lengths\[1\] must be at most 1099511627776, got 9223372036854775808"),

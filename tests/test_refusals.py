@@ -243,7 +243,7 @@ def test_errors_of_a_function_name_it(name: str, function: Any, error: type[Exce
 
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["attn_mask", "causal", "enable_gqa", "window_size", "softcap", "alibi_slopes", "mask"])
+@pytest.mark.parametrize("name", [*OPTIONS_ELSEWHERE, "mask"])
 def test_options_of_other_functions_are_answered_with_ours(name: str, is_compiled: bool) -> None:
     advice = "" if name == "mask" else f"; use {OPTIONS_ELSEWHERE[name]}"
     function = torch.compile(call, fullgraph=True, backend="eager") if is_compiled else call
@@ -254,7 +254,10 @@ def test_options_of_other_functions_are_answered_with_ours(name: str, is_compile
 
 @pytest.mark.parametrize("name", ["softcap", "alibi_slopes"])
 def test_functions_in_the_advice_run(name: str) -> None:
-    function = eval(OPTIONS_ELSEWHERE[name].partition("as ")[2], {"torch": torch, "softcap": 5.0, "alibi_slopes": torch.arange(6)})
+    function = eval(
+        "lambda" + OPTIONS_ELSEWHERE[name].rpartition("lambda")[2],
+        {"torch": torch, "softcap": 5.0, "alibi_slopes": torch.arange(6)},
+    )
     tensors = {name: draw(2, 17, heads, 5) for name, heads in (("q", 6), ("k", 3), ("v", 3))}
     changed = call(**tensors, score_mod=function)
     assert changed.isfinite().all()

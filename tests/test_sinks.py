@@ -59,14 +59,20 @@ def test_outputs_lse_and_gradients(name: str, way: str) -> None:
     ("sinks", "error", "message"),
     [
         (torch.zeros(3), ValueError, r"sinks must have shape \(H,\)=\(4,\), got \(3,\)"),
-        (torch.zeros(4, dtype=torch.int64), TypeError, "sinks must be a floating-point tensor, got torch.int64"),
-        (0.0, TypeError, "sinks must be a floating-point tensor, got 0.0"),
+        (torch.zeros(4, dtype=torch.int64), TypeError, r"sinks must be a floating-point tensor \(H,\), got torch.int64"),
+        (0.0, TypeError, r"sinks must be a floating-point tensor \(H,\), got 0.0"),
         (torch.zeros(4, device="meta"), ValueError, "sinks must be on the device of q=cpu, got meta"),
     ],
 )
 def test_wrong_sinks(sinks: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         dilated_attention(*tensors()[:3], PATTERNS["segments"], sinks=sinks)
+
+
+@pytest.mark.parametrize("sinks", [0.5, torch.zeros(H)])
+def test_a_module_takes_no_scores(sinks: Any) -> None:
+    with pytest.raises(TypeError, match=r"^sinks must be a bool, got .*; the layer makes the parameter itself"):
+        MultiheadDilatedAttention(H * D, H, PATTERNS["segments"], sinks=sinks)
 
 
 def test_a_module_learns_sinks_and_decodes_with_them() -> None:

@@ -50,9 +50,9 @@ window.explorer = explorer;
     const { window } = state;
     if (window !== null && !isInteger(window)) return `window must be an integer, got ${repr(window)}`;
     if (window !== null && window < 1) return `window must be at least 1, got ${window}`;
-    if (!lengths.length && window === null) return "segment_lengths must hold at least one length where there is no window, got ()";
+    if (!lengths.length && window === null) return "segment_lengths must hold at least one length if window is None, got ()";
     if (lengths.length !== rates.length) {
-      return `dilation_rates must hold one rate per segment length=${lengths.length}, got ${tuple(rates)}`;
+      return `dilation_rates must hold one rate per segment length (${lengths.length}), got ${tuple(rates)}`;
     }
     for (const [i, length] of lengths.entries()) {
       if (length < 1) return `segment_lengths[${i}] must be at least 1, got ${length}`;

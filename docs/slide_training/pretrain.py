@@ -71,8 +71,8 @@ def pretrain(
 
 def save(encoder: LongNetViT, arch: str, path: Path) -> None:
     """Write a checkpoint with its architecture, pattern and order of tiles; it loads only with the same pattern and order."""
-    said = {"arch": arch, "order": encoder.order, "pattern": encoder.pattern.to_dict()}
-    torch.save({"model": encoder.state_dict(), **said}, path)
+    layout = {"arch": arch, "order": encoder.order, "pattern": encoder.pattern.to_dict()}
+    torch.save({"model": encoder.state_dict(), **layout}, path)
 
 
 def main() -> None:

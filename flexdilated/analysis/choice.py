@@ -37,7 +37,7 @@ class Choice:
 
     @property
     def local(self) -> int:
-        """Tokens of the longest rate-1 segment, 0 without one. A window counts twice: a segment of 2 w tokens costs no less."""
+        """Tokens of the longest rate-1 segment, 0 without one. A window of w tokens counts as a segment of 2 w tokens."""
         segments, window = self.pattern.split("choose_pattern")
         return max([2 * window.size if window else 0, *(length for length, rate in segments if rate == 1)])
 
@@ -192,8 +192,8 @@ def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> str:
     near = f"a window of {window.size:,} tokens" if window else f"its segment of {segments[0].segment_length:,} tokens"
     where = f"the tokens of longer segments of {far:,} and {third[0][0]:,}" if third else f"all {num_tokens:,} tokens"
     num_readers = num_heads // rate
-    count = f"{num_readers} heads read" if num_readers > 1 else "one head reads"
-    return f"Each token reads {near} and, in each head, 1 in {rate} of {where}; {count} the same ones."
+    count = f"{num_readers} heads keep the same tokens" if num_readers > 1 else "each head keeps other tokens"
+    return f"Each token reads {near} and, in each head, 1 in {rate} of {where}; {count}."
 
 
 def _about_given(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> str:

@@ -4,7 +4,7 @@ Tokens that lie in the same segment of every branch and have the same residues t
 same tokens see them. The kept tokens of one segment and offset, a clique, see each other. So a question about N tokens is one about
 kinds of twins and cliques, of which there are few. Where the segments nest and the rates divide the shortest, segments beyond the
 second at any level change nothing (to fold one onto its neighbour keeps who sees whom): there are few however long the sequence is.
-With a window, a token of one kind is as many steps of the window away from each clique as the others of its kind.
+With a window, all tokens of a kind need equally many steps of the window to each clique.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_KINDS = 2**15  # every pair of them is looked at
 MAX_CLIQUES = 2**12  # likewise
 MAX_STEPS = 2**20  # layers that one token is followed through
 MAX_CAUSAL = 1024  # tokens whose pairs are looked at, a product of matrices per layer
-MAX_STEPS_AWAY = 2**25  # tokens times cliques, beside a window
-MAX_WINDOW_KINDS = 2**10  # of tokens beside a window, and cliques: every two of them are looked at, by way of any third
+MAX_STEPS_AWAY = 2**25  # tokens times cliques, with a window
+MAX_WINDOW_KINDS = 2**10  # kinds of tokens, and cliques, with a window: time is cubic in their number
 FEW = 3  # segments that stand for any number of them: one's own, another's, and what is shorter comes behind fewer
 
 
@@ -105,8 +105,8 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
     causal, one that all undilated branches share. Arguments and errors are those of `count_pairs`. Time does not grow with N where
     segments nest and rates divide the shortest one, or where the answer is None; otherwise with the number of segments.
 
-    With a window it is in closed form for undilated segments. Beside dilated segments time grows with N and the number of segments,
-    which if causal must span the sequence above 1,024 tokens.
+    With a window and undilated segments the result is in closed form. With a window and dilated segments, time grows with N and the
+    number of segments; causal patterns for more than 1,024 tokens must then have segments that span the sequence.
 
     Raises:
         NotImplementedError: If the segments do not nest and are too many to look at all of them.
@@ -117,7 +117,7 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
     branches, window = merge_heads(pattern, num_tokens, num_heads), pattern.split("layers_to_cover")[1]
     if window is not None and window.size > 1:
         return _layers_with_window(pattern, branches, num_tokens, num_heads, window.size - 1, is_causal=is_causal)
-    if window is not None:  # each token sees itself, as it does anyway
+    if window is not None:  # a window of 1 adds nothing: each token keeps itself
         if not branches:
             return None
         pattern = replace(pattern, window=None)
@@ -238,7 +238,7 @@ def _causal_layers(pattern: DilatedPattern, branches: list[Together], num_tokens
 
 
 def _count_layers(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> int:
-    """Causal layers of a pattern that covers in the end, by a look at every pair."""
+    """Causal layers of a pattern that covers after enough layers, by a test of every pair."""
     layers, most = 1, int(np.tri(num_tokens, dtype=np.int64).sum())
     while int(reachable(pattern, num_tokens, num_heads, layers=layers, is_causal=True).sum()) < most:
         layers += 1
@@ -248,7 +248,7 @@ def _count_layers(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> i
 def _layers_with_window(
     pattern: DilatedPattern, branches: list[Together], num_tokens: int, num_heads: int, step: int, *, is_causal: bool
 ) -> int:
-    """`layers_to_cover` with a window that sees `step` tokens to a side, at least 1."""
+    """`layers_to_cover` with a window that sees `step >= 1` tokens on each side."""
     undilated = [branch.length for branch in branches if branch.rate == 1]
     if num_tokens <= max([step + 1, *undilated]):
         return 1
@@ -268,7 +268,7 @@ def _layers_with_window(
 
 
 def _layers_of_period(branches: list[Together], num_tokens: int, step: int) -> int:
-    """Causal layers where all segments span the sequence: who sees a token depends on its residue and on their distance alone."""
+    """Causal layers if all segments span the sequence: who sees a token depends only on its residue and on the distance."""
     period, most = math.lcm(*(branch.rate for branch in branches)), 0
     if min(branch.length for branch in branches) < num_tokens or period * num_tokens > MAX_STEPS_AWAY:
         raise NotImplementedError(
@@ -290,7 +290,7 @@ def _layers_of_period(branches: list[Together], num_tokens: int, step: int) -> i
 
 
 def _layers_by_steps(branches: list[Together], num_tokens: int, step: int) -> int:
-    """Layers, not causal: steps of the window alone lead to a token, or steps to a clique, layers across cliques, and steps."""
+    """Layers without causality. Shortest paths use window steps only, or window steps, cliques, and window steps again."""
     if sum(ceil_div(num_tokens, length) * len(offsets) for length, _, offsets in branches) * num_tokens > MAX_STEPS_AWAY:
         raise _too_few_steps(num_tokens)
     cliques = [
@@ -300,7 +300,7 @@ def _layers_by_steps(branches: list[Together], num_tokens: int, step: int) -> in
         for start in range(0, num_tokens - offset, length)
     ]
     position, kind = np.arange(num_tokens), np.zeros(num_tokens, np.int64)
-    away = np.empty((len(cliques), num_tokens), np.int32)  # steps from a token to the nearest one of a clique
+    away = np.empty((len(cliques), num_tokens), np.int32)  # window steps from a token to the nearest token of a clique
     for row, clique in zip(away, cliques):
         before = np.clip((position - clique.start) // clique.step, 0, len(clique) - 1)
         nearest = [abs(position - clique.start - i * clique.step) for i in (before, np.minimum(before + 1, len(clique) - 1))]

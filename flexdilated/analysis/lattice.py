@@ -57,7 +57,7 @@ def check_listable(pattern: DilatedPattern) -> None:
 
 
 def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:
-    """Heads by the tokens that they keep, `{one entry per branch of segments that they run: heads}`; the window is of all."""
+    """Heads by the tokens that they keep: `{branches of segments as they run them: heads}`. The window is not included."""
     groups: dict[tuple[Kept, ...], list[int]] = {}
     for head in range(num_heads):
         branches = pattern.kept(head, num_heads, "coverage and reach")
@@ -142,7 +142,7 @@ def _modulo(x: Integers, by: int) -> Integers:
 
 
 def sum_exact(counts: Integers, window: Window, *, is_causal: bool) -> int:
-    """The pairs of `n` rows in a window over them, summed over all counts `n`, in integers of any size."""
+    """The pairs of a window over `n` rows, summed over all `n` in `counts`, in integers of any size."""
     if int(counts.max()) <= len(counts):  # no sort
         repeats = np.bincount(counts)
         sizes = np.flatnonzero(repeats)

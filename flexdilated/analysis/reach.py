@@ -136,14 +136,14 @@ def keys_seen(
 
 
 def near_any(seen: NDArray[np.bool_], before: int, after: int) -> NDArray[np.bool_]:
-    """The tokens that have one of the seen ones at most so many tokens before or after them."""
+    """The tokens with a seen token at most `before` positions before or `after` positions after them."""
     position, count = np.arange(len(seen)), np.concatenate([[0], np.cumsum(seen)])
     near: NDArray[np.bool_] = count[np.minimum(position + after + 1, len(seen))] > count[np.maximum(position - before, 0)]
     return near
 
 
 def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[Window, list[Kept]]:
-    """The window, or one of the token itself, and the distinct branches of segments of all heads."""
+    """The window (of size 1 if the pattern has none), and the distinct branches of segments of all heads."""
     window = pattern.split("reach")[1] or Window(1)
     return window, sorted({branch for branches in group_heads(pattern, num_tokens, num_heads) for branch in branches})
 

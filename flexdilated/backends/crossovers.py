@@ -21,7 +21,7 @@ from flexdilated.core.hardware import Hardware
 FILE = Path(__file__).with_name("crossovers.json")
 DEFAULT = ("sdpa", "flex")  # the oracle, which takes O(N^2) memory, is never chosen unasked
 PROVEN = ("triton", "flash")  # these need an entry of `ran`
-CHALLENGERS = (*PROVEN, "flex")  # what is measured against sdpa; an entry without a ratio says nothing of that backend
+CHALLENGERS = (*PROVEN, "flex")  # measured against sdpa; an entry without a ratio of a backend has not measured it
 ENOUGH = 0.95  # one of them is chosen when it takes at most this share of sdpa's time: less is noise
 
 
@@ -47,7 +47,7 @@ def device_class(hardware: Hardware) -> str:
 def load(text: str) -> tuple[Crossover, ...]:
     """The crossovers of the kept measurements: one entry where the faster backend changes, the first at 0 tokens.
 
-    Between two lengths that speak for different backends it changes at their geometric mean.
+    Between two lengths with different fastest backends, the choice changes at their geometric mean.
     """
     crossovers: list[Crossover] = []
     kinds: dict[tuple[str, str, bool, int], list[tuple[int, str]]] = {}

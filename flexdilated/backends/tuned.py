@@ -35,7 +35,7 @@ SOURCES = {
     },
     "flash": {way: ["dense/flash.py", "dense/flash_kernels.py"] for way in ("forward", "backward")},
 }
-WRONG = ("wrong", "failed")  # how the result of a check begins that forbids a form
+WRONG = ("wrong", "failed")  # first words of a check's result that exclude a form
 ESTIMATE = "an estimated 2 to 4 minutes"
 
 Capability = tuple[int, int]
@@ -53,7 +53,7 @@ class Tuned(NamedTuple):
 
     @property
     def digest(self) -> str | None:
-        """A hash of all choices that follow from this file, whatever its times are; None without a file."""
+        """A hash of the choices that follow from this file, without its times; None without a file."""
         if self.path is None:
             return None
         forms = sorted((*key, *sorted(names)) for key, names in self.constants.items())
@@ -68,7 +68,7 @@ def prefer(request: DispatchKey) -> tuple[str, ...]:
     capability = request.hardware.capability
     if capability is not None and not request.modified:
         known = _known(capability, request.dtype, request.differentiable)
-        for c in known:  # sizes may be symbols of a compiler: it takes their comparisons alone
+        for c in known:  # sizes may be symbols of a compiler, which can only be compared
             if request.head_dim <= c.head_dim:
                 return crossovers.prefer(request, known)
     return crossovers.prefer(request)
@@ -101,7 +101,7 @@ def _proven_head_dim(capability: Capability, backend: str, suffix: str, dtype: t
 
 
 def constants(device: torch.device, dtype: torch.dtype, head_dim: int) -> frozenset[str]:
-    """The constants of `triton/launch.py` that are on for rows of such elements: forms that were right and faster here."""
+    """The constants of `triton/launch.py` that are on for a dtype and head dim: forms that were right and faster here."""
     capability = detect(device).capability
     return frozenset() if capability is None else loaded(capability).constants.get((dtype_name(dtype), head_dim), frozenset())
 
@@ -114,7 +114,7 @@ def digest_of(device: torch.device) -> str | None:
 
 @answers_while_traced
 def advise(capability: Capability) -> None:
-    """Warn once per process on a GPU that nothing was measured on."""
+    """Warn once per process on a GPU without measurements."""
     _advise(capability)
 
 

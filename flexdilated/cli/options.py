@@ -72,7 +72,7 @@ CudaDeviceOption = Annotated[str, typer.Option(help="Torch device, or 'auto': CU
 
 
 def _share(text: str | float) -> float:
-    """The share that `10%` or `0.1` is."""
+    """The number 0.1 for `10%` or `0.1`."""
     found = str(text)
     return float(found.removesuffix("%")) / (100 if found.endswith("%") else 1)
 

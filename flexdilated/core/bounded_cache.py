@@ -18,17 +18,17 @@ class Recent(Generic[P, Value]):
 
     Args:
         function: Of hashable arguments.
-        size: Bytes of a result, and of the arguments that it is kept under: it is called with both.
-        room: Bytes of all that are kept beyond the fewest.
-        most: Results that are kept at most.
-        fewest: Results that are kept however large they are.
+        size: Function of a result and its arguments: the bytes of both.
+        room: Bytes above which only `fewest` results are kept.
+        most: Largest number of kept results.
+        fewest: Number of results that are kept at any size.
     """
 
     def __init__(
         self, function: Callable[P, Value], size: Callable[..., int], room: int, most: int = 1024, fewest: int = 8
     ) -> None:
         self.function, self.size, self.room, self.most, self.fewest = function, size, room, most, fewest
-        self._entries: dict[Hashable, tuple[Value, int]] = {}  # the last ones used, at the end
+        self._entries: dict[Hashable, tuple[Value, int]] = {}  # the most recently used last
         self.nbytes = 0  # of what is kept
         self._lock = threading.Lock()
         update_wrapper(self, function)
@@ -43,7 +43,7 @@ class Recent(Generic[P, Value]):
         result = self.function(*args, **kwargs)
         with self._lock:
             entry = self._entries.pop(key, None)
-            if entry is None:  # else another thread was as fast: all take what came first
+            if entry is None:  # else another thread was faster: all threads return its result
                 entry = result, self.size(result, *args, **kwargs)
                 self.nbytes += entry[1]
             self._entries[key] = entry

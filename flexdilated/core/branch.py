@@ -1,9 +1,8 @@
 """The kinds of branches of a pattern, and the rule of each: what a head keeps, which pairs join, how many, and how far apart.
 
-The class of a branch is its kind. There are two: segments, and a sliding window. `Kept` is a branch of segments as one head keeps
-it. Code that computes something from branches asks the pattern for those of the kinds that it knows (`DilatedPattern.split` for
-both, `DilatedPattern.segments` for segments alone), with its own name: a branch of another kind raises, and is never left out of a
-result.
+The class of a branch is its kind: `Segments` or `Window`. `Kept` is a branch of segments as one head keeps it. Code that computes
+something from branches calls `DilatedPattern.split` if it knows both kinds, or `DilatedPattern.segments` if it knows segments only,
+and passes its own name for the error message. A branch of another kind raises; it is never left out of a result.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ class Segments(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A branch in which every head sees, from every position, the keys nearest to it."""
+    """A sliding window: in every head, each query sees the keys nearest to it."""
 
-    size: int  # causal: the keys that a query sees, its own among them; else those on either side of it, its own counted on both
+    size: int  # keys that a causal query sees, including its own; without causality as many keys on each side, its own in both
 
     def joins(self, query: Any, key: Any) -> Any:
-        """Whether a query and a key, not causal, are near enough."""
+        """Whether a query sees a key, without causality."""
         return (query - key < self.size) & (key - query < self.size)
 
     def band(self, *, is_causal: bool) -> tuple[int, int]:
-        """The least and the largest `key - query` of the pairs that join."""
+        """The smallest and the largest `key - query` of joined pairs."""
         return 1 - self.size, 0 if is_causal else self.size - 1
 
     def rows(self, rate: int) -> Window:
-        """The window over the rows of every `rate`-th token: two of them join if their tokens do."""
+        """The window in rows, if every `rate`-th token is a row: two rows join if their tokens do."""
         return Window((self.size - 1) // rate + 1)
 
     def count_pairs(self, num_tokens: int, *, is_causal: bool) -> int:
@@ -99,7 +98,7 @@ class HeadRun(NamedTuple):
 
 
 def split_kinds(branches: Iterable[object], consumer: str) -> tuple[tuple[Segments, ...], Window | None]:
-    """The segments among branches and the window, for code that knows both kinds.
+    """Split branches into the segments and the window, for code that knows both kinds.
 
     Raises:
         NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.

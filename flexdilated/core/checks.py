@@ -100,14 +100,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
-    """Raise unless there is a score for each query head of q, where it is.
+    """Raise unless there is one score per query head of q, on the device of q.
 
     Raises:
         ValueError: If the shape or the device is wrong.
         TypeError: If it is no tensor of floating-point numbers.
     """
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-        raise TypeError(f"sinks must be a floating-point tensor, got {getattr(sinks, 'dtype', sinks)}")
+        raise TypeError(f"sinks must be a floating-point tensor (H,), got {getattr(sinks, 'dtype', sinks)}")
     if q.dim() == 4 and sinks.shape != (q.shape[2],):
         raise ValueError(f"sinks must have shape (H,)=({q.shape[2]},), got {tuple(sinks.shape)}")
     if sinks.device != q.device:

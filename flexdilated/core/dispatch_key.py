@@ -14,8 +14,8 @@ from flexdilated.core.hardware import Hardware, detect
 class DispatchKey:
     """One attention call, by everything that a backend's choice depends on.
 
-    A kernel of that backend is chosen when its operator runs, by a second request that `of` makes of the tensors alone. What the
-    caller wants is no argument of operators: a graph would then hold for one grad mode alone.
+    The backend's operator chooses its kernel when it runs, by a second key that `of` makes from the tensors alone. The last fields
+    are no arguments of operators: a graph would then be valid for one grad mode only.
     """
 
     hardware: Hardware
@@ -26,8 +26,8 @@ class DispatchKey:
     dropout: bool = False
     packed: bool = False  # documents, whose lengths change from call to call
     num_tokens: int = 0  # per sequence, or of all packed documents
-    window: bool = False  # the pattern has one
-    windows_alone: bool = False  # a window's own lse is needed, under `detach_weights`
+    window: bool = False  # the pattern has a window
+    windows_alone: bool = False  # the gradient needs the lse of the window alone (`detach_weights`)
     dlse: bool = False  # a backward is asked for, with a gradient of lse
     # What the caller wants.
     modified: bool = False  # by a score or mask function

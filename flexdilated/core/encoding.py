@@ -9,9 +9,9 @@ from flexdilated.core.pattern import HEADS, OFFSETS, DilatedPattern
 
 
 def encode(pattern: DilatedPattern) -> list[int]:
-    """A pattern as integers, for the schema of an operator, which knows no patterns; `decode` is the inverse.
+    """A pattern as integers, for the schema of an operator; `decode` is the inverse.
 
-    Flags and the places of `heads` and `offsets`, two integers for each branch of segments, then the window if there is one.
+    Four integers for `heads`, `offsets` and the two flags, two per branch of segments, then the window if there is one.
 
     Raises:
         NotImplementedError: If a branch is of another kind than segments and windows.
@@ -22,9 +22,9 @@ def encode(pattern: DilatedPattern) -> list[int]:
 
 
 def decode(numbers: Sequence[int]) -> DilatedPattern:
-    """The pattern of the integers that `encode` gave. Lengths and rates may be symbols of a compiler."""
+    """The pattern that `encode` turned into these integers. Lengths and rates may be symbols of a compiler."""
     heads, offsets, zeros, detached = (int(number) for number in numbers[:4])
     rules: Any = {"heads": HEADS[heads], "offsets": OFFSETS[offsets], "zero_padding": bool(zeros), "detach_weights": bool(detached)}
-    end = len(numbers) - len(numbers) % 2  # an odd number of them ends with a window
+    end = len(numbers) - len(numbers) % 2  # an odd number of integers ends with a window
     window = numbers[-1] if len(numbers) % 2 else None
     return DilatedPattern(tuple(numbers[4:end:2]), tuple(numbers[5:end:2]), window=window, **rules)

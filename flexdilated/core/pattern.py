@@ -33,16 +33,17 @@ class DilatedPattern:
     [0, 0, 1, 1, 2, 2, 3, 3]
 
     Branch `i` cuts the sequence in segments of `w_i` tokens and keeps, for head `h`, the positions `p` with `(p % w_i) % r_i ==
-    offset(i, h)`. Kept queries attend to kept keys of their own segment. A sliding window is one more branch, of all heads. All
-    branches share one softmax: a pair that two of them join counts twice.
+    offset(i, h)`. Kept queries attend to kept keys of their own segment. A sliding window is one more branch, in
+    all heads and at all positions. All branches share one softmax: a pair that two of them join counts twice.
     Source: LongNet, arXiv 2307.02486, sections 2.2-2.3; offsets and zero padding as published in torchscale.
 
     Args:
-        segment_lengths: Tokens per segment, one length per branch, each in `[1, 2**40]`; it may exceed the sequence. Empty only
-            beside a window.
+        segment_lengths: Tokens per segment, one length per branch, each in `[1, 2**40]`; it may exceed the sequence. May be
+            empty if there is a window.
         dilation_rates: Every r-th token of a segment is kept, one rate per branch, `1 <= r <= w`.
-        window: Size w of a sliding window, in `[1, 2**40]`, or None. A causal query sees itself and the w - 1 tokens before it, as
-            Mistral counts; another one also the w - 1 tokens after it. A window ends at the border of a packed document.
+        window: Size w of a sliding window, in `[1, 2**40]`, or None. A causal query sees itself and the w - 1 tokens before it;
+            in a call that is not causal, also the w - 1 tokens after it. This is `sliding_window=w` in transformers, and
+            `window_size=(w - 1, 0)` or `(w - 1, w - 1)` in flash-attn. A window ends at the boundary of a packed document.
         heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: each branch has a contiguous group of (key/value)
             heads, the first `H % K` groups one head larger; offset `i % r_i`; tokens that are not kept give 0. A window is run by
             all heads.
@@ -75,14 +76,14 @@ class DilatedPattern:
             if self.window > MAX_LENGTH:
                 raise ValueError(f"window must be at most {MAX_LENGTH}, got {self.window}")
         if not self.segment_lengths and self.window is None:
-            raise ValueError("segment_lengths must hold at least one length where there is no window, got ()")
+            raise ValueError("segment_lengths must hold at least one length if window is None, got ()")
         if len(self.segment_lengths) > MAX_BRANCHES:
             raise ValueError(
                 f"segment_lengths must hold at most {MAX_BRANCHES} lengths, one for each branch, got {len(self.segment_lengths)}"
             )
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
-                f"dilation_rates must hold one rate per segment length={len(self.segment_lengths)}, got {self.dilation_rates}"
+                f"dilation_rates must hold one rate per segment length ({len(self.segment_lengths)}), got {self.dilation_rates}"
             )
         for i, (length, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
             if length < 1:
@@ -253,7 +254,7 @@ class DilatedPattern:
 
     @property
     def windows_alone(self) -> bool:
-        """Whether the window's own lse is a constant of the gradient: its pairs must then be computed together."""
+        """Whether the gradient needs the lse of the window alone (`detach_weights`): its pairs must then be computed together."""
         return self.window is not None and self.detach_weights and len(self.branches) > 1
 
     def segments(self, consumer: str) -> tuple[Segments, ...]:
@@ -265,7 +266,7 @@ class DilatedPattern:
         return segments_among(self.branches, consumer)
 
     def kept(self, head: int, num_heads: int, consumer: str) -> tuple[Kept, ...]:
-        """The branches of segments that a head runs, in order, as it keeps them, for code that knows the window as well.
+        """The branches of segments that a head runs, in order, with its offsets. For code that also knows the window.
 
         Raises:
             NotImplementedError: As `split`.
@@ -405,7 +406,7 @@ class DilatedPattern:
 
     @property
     def run_of_neighbours(self) -> int:
-        """Tokens of the runs in which segments of rate 1 join each token to the next, 1 without such a branch."""
+        """Length of the runs of tokens in which segments of rate 1 join each token to the next; 1 without such segments."""
         return math.lcm(*(length for length, rate in self.split("run_of_neighbours")[0] if rate == 1))
 
     def kept_offsets(self, branch: int, num_heads: int) -> range:

@@ -21,8 +21,8 @@ class Piece(NamedTuple):
     """`segments x offsets x heads` independent softmaxes of `rows` queries and `keys` keys each: strided boxes of `(B, N, H, D)`.
 
     Query row `l` in segment `s`, offset `c` and head `j` is token `token + s * segment_stride + c + l * row_stride` of key/value
-    head `head + c * offset_head_step + j * head_step`; key rows are counted from `key_token` in the same way. In pieces of segments
-    both boxes are the same, in those of a window they may differ. The pairs with `low <= key row - query row <= high` join.
+    head `head + c * offset_head_step + j * head_step`. Key rows are counted from `key_token` in the same way. The boxes of
+    queries and keys are equal for segments, and may differ for a window. Pairs with `low <= key row - query row <= high` join.
     """
 
     token: int  # token of segment 0, offset 0, row 0
@@ -35,26 +35,26 @@ class Piece(NamedTuple):
     head_step: int  # key/value heads from one head of an offset to the next
     rows: int  # queries of one softmax
     row_stride: int  # tokens from one row to the next: the dilation rate
-    key_token: int  # as `token`, for the box of keys
+    key_token: int  # like `token`, for the box of keys
     keys: int  # keys of one softmax
-    low: int  # least `key row - query row` of a pair that joins
-    high: int  # largest
+    low: int  # smallest `key row - query row` of a joined pair
+    high: int  # largest `key row - query row` of a joined pair
     zero_keys: int  # number of torchscale's zero keys in every softmax
     covers: bool  # belongs to the first branch, whose pieces hold every position of every head exactly once
     branch: int  # index into `pattern.branches`; pieces of one branch of segments have no output row in common
 
     @property
     def is_banded(self) -> bool:
-        """Whether a band chooses the pairs, which are neither all nor those of a causal mask."""
+        """Whether the joined pairs are a band: neither all pairs nor a causal mask."""
         return self.low != -UNBOUNDED or self.high not in (0, UNBOUNDED)
 
     @property
     def of_keys(self) -> Piece:
-        """The box of keys, as if it were that of queries."""
+        """A piece whose queries are the keys of this one."""
         return self._replace(token=self.key_token, rows=self.keys)
 
     def moved(self, tokens: int) -> Piece:
-        """The piece with both boxes `tokens` tokens later."""
+        """The piece, moved by `tokens` tokens."""
         return self._replace(token=self.token + tokens, key_token=self.key_token + tokens)
 
 

@@ -390,8 +390,8 @@ class DilatedKVCache:
         [3, 3]
 
         The new end must be in the current segment of each branch, at the start of a segment, or among the tokens since the last
-        `crop` with `records_past` set: other rows are overwritten. Under a window of w tokens, a sequence of at most w tokens can
-        end anywhere; a longer one can lose its last token, or all. Every sequence is cut, or none. Waits for the device.
+        `crop` with `records_past` set: other rows are overwritten. With a window of w tokens, a sequence of at most w tokens can be
+        cut anywhere; a longer one can lose only its last token, or all. Every sequence is cut, or none. Waits for the device.
 
         Args:
             length: Tokens that stay: one number, or `(B,)` integers.

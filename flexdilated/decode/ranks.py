@@ -171,7 +171,7 @@ def draw_alike(mesh: DeviceMesh, following: Tensor, *settings: object) -> Tensor
     """The tokens `(B,)` that rank 0 drew, on every rank.
 
     Raises:
-        ValueError: If the ranks draw under other settings: some would go on where others end.
+        ValueError: If ranks have different settings: some would continue after others have ended.
     """
     row = torch.cat([following, following.new_tensor([zlib.crc32(repr(settings).encode())])])
     rows = unshard_sequence(row[None], mesh, dim=0)

@@ -54,9 +54,8 @@ class Store:
     `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another, finite. `is_marked` `(B, heads, sum of rows, 1)`: which
     were not. `held` `(B, branches)`: the number of the segment that each branch holds, -1 before the first token.
 
-    A window is the last branch. Position p is stored in row `p % size`, as in a segment of rate 1, but a row keeps its token until
-    the token `size` positions later replaces it. `held` is the position of the last token stored, from which those of all rows
-    follow.
+    A window is the last branch. Row `p % size` stores position p until position `p + size` replaces it. For a window `held` is the
+    position of the last stored token, which determines the positions of all rows.
 
     Over several ranks, row `j` of a branch is row `j // num_ranks` of rank `j % num_ranks`. So every rank has the same number of
     rows, and a segment fills all ranks evenly. `held` is equal on all ranks.
@@ -121,7 +120,7 @@ class Store:
         return positions
 
     def _last_held(self, end: Tensor) -> Tensor:
-        """`held` `(B, branches)` after `end` `(B,)` tokens; as it is where there are none."""
+        """`held` `(B, branches)` after `end` `(B,)` tokens; unchanged where `end` is 0."""
         return torch.where(end[:, None] > 0, (end[:, None] - 1) // self.tokens_per_held, self.held)
 
     @property
@@ -293,17 +292,17 @@ class Store:
     def why_lost(self, sequence: int, new: int, old: int) -> str | None:
         """Why a sequence of `old` tokens cannot be cut to `new` by what is stored alone; None if it can."""
         held = self.held[sequence].tolist()
-        # Token p replaced token p - window, which the last query before p sees, and no later one.
+        # Token p replaced token p - window. The queries up to p - 1 see the replaced token.
         if self.window is not None and min(new, self.window - 1) > 0 and held[-1] >= max(self.window, new + 1):
             return (
-                f"length must leave all keys stored that window={self.window} reaches from there, got {new} of {old} tokens in "
-                f"sequence {sequence}: later tokens replaced some; decode that sequence again, or set records_past before the calls"
+                f"length must keep the keys of the window={self.window} before it stored, got {new} of {old} tokens in sequence "
+                f"{sequence}: later tokens replaced some of them; decode that sequence again, or set records_past before the calls"
             )
         for (w, _), segment in zip(self.branches, held if self.window is None else held[:-1]):
             if new % w and segment != new // w:
                 return (
                     f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
-                    f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence anew"
+                    f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence again"
                 )
         return None
 

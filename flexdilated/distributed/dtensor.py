@@ -96,7 +96,7 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
     group, sinks = q.shape[HEADS] // k.shape[HEADS], call.sinks
     if sinks is not None:
         check_sinks(sinks, q)
-        if isinstance(sinks, DTensor):  # each rank's gradient is of its own rows and heads
+        if isinstance(sinks, DTensor):  # a rank has the gradient of its own rows and heads
             sinks = sinks.full_tensor(grad_placements=[Replicate() if dim is None else Partial() for dim in layout.dims])
         sinks = sinks[first_head * group :][: q.to_local().shape[HEADS]]
     if first_head:

@@ -34,8 +34,8 @@ def process_group(name: str) -> dist.ProcessGroup:
 def canonical_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The first mesh that this function received over the same process group.
 
-    `axes["cp"]` is a new object each time, and graphs are guarded by the object: modules with a mesh object each would be compiled
-    once per object. What is no axis, or not usable, comes back as it is; the calls refuse it.
+    `axes["cp"]` is a new object each time, and compiled graphs are guarded by the object: modules with different objects would be
+    compiled separately. A value that is no usable axis is returned as it is; calls raise for it.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         return mesh

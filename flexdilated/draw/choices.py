@@ -77,8 +77,8 @@ def draw_choices(choices: Choices) -> Figure:
 def _number(axes: Axes, points: Sequence[tuple[float, int]], tried: Sequence[tuple[float, int]], budget: float) -> None:
     """Write 1, 2, ... beside the points, each at the end of a line to its own point.
 
-    A number covers no circle, no other number and no line; of the places that are left it takes the nearest of those that cover
-    the fewest tried patterns.
+    A number covers no circle, no other number and no line. Of the remaining places it takes the one that covers the fewest tried
+    patterns, and of several the nearest.
     """
     from matplotlib.path import Path
     from matplotlib.patheffects import withStroke

@@ -74,7 +74,7 @@ def _in_window(pattern: DilatedPattern, num_tokens: int, size: int, *, is_causal
     rows = columns[:, None]
 
     def up_to(distance: int) -> NDArray[np.float64]:
-        """The pairs with `key - query` at most so large: of the i-th query of a cell, `first + i` keys that are in the cell."""
+        """Per cell, the pairs with `key - query <= distance`: `first + i` keys of the cell for its i-th query."""
         first = np.clip(distance + 1.0 + start[:, None] - start, -rows, columns)
         small, large = (np.clip(x, 0, columns) for x in (first, first + rows))
         inner: NDArray[np.float64] = (large * (large - 1) - small * (small - 1)) / 2

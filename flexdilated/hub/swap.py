@@ -32,7 +32,7 @@ def check_unhooked(module: nn.Module) -> None:
     """
     calls = ("forward", "forward_pre", "backward", "backward_pre")
     states = ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
-    attachments = {  # accelerate's hooks, and whoever wraps a method of one module, set the forward of the instance
+    attachments = {  # accelerate's hooks, and wrappers of a method, set the forward of the instance
         "forward": "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__,
         "parametrized weights": nn.utils.parametrize.is_parametrized(module),
         "hooks": any(getattr(module, f"_{name}_hooks") for name in (*calls, *states)),

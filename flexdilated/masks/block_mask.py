@@ -171,8 +171,8 @@ _find_large_lists = lru_cache(maxsize=2)(_find_lists.__wrapped__)
 
 def by_head(lists_of_class: list[BlockLists], class_of_head: list[int], columns: int, device: torch.device) -> BlockLists:
     """The lists of the distinct heads as `(1, heads, ...)` tensors; equal heads share memory."""
-    # One width for both kinds: kernels step through the lists of full blocks by the strides of the others, up to torch 2.12
-    # those of attention, and the one of decoding still.
+    # Both kinds of lists need one width: kernels read the lists of full blocks with the strides of the partial ones (kernels of
+    # attention up to torch 2.12, the kernel of decoding still).
     width = max(indices.shape[1] for lists in lists_of_class for indices in (lists.partial_indices, lists.full_indices))
     return BlockLists(*(_stacked(parts, class_of_head, width, columns, device) for parts in zip(*lists_of_class)))
 

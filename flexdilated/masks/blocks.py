@@ -164,8 +164,8 @@ def _full_columns(
 ) -> tuple[Tensor, Tensor]:
     """First and last column block (none where last < first) that a window and branches of rate 1 join in full with each row block.
 
-    A pair is joined by such a branch when no border of its segments is between the two, and by a window when it is near enough. Of
-    all pairs with the column below the row the widest decides, and likewise above.
+    Such a branch joins a pair if no boundary of its segments is between its positions; a window joins it if they are near enough.
+    The widest pair of a block decides, once for columns below the row and once for columns above.
     """
     first_token = torch.arange(0, seq_len, row_size)
     last_token = first_token + row_size - 1
@@ -199,7 +199,7 @@ def _completed(
     Dilated branches join positions whose distance is a multiple of a rate. What branches of rate 1 leave of a block is nothing,
     or, when all borders of the longest are borders of the others, at least a row, a column or a pair of neighbours: too much for
     the dilated ones unless every distance in a whole run has one of their rates for a divisor. Only where neither argument settles
-    it are blocks looked at. A window leaves less only of blocks that it joins in part.
+    it are blocks looked at. A window changes this only for blocks that it joins in part.
     """
     segments = [branch for branch in branches if isinstance(branch, Kept)]
     window = max((branch.size for branch in branches if isinstance(branch, Window)), default=0)

@@ -108,12 +108,12 @@ def score_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_
 
 
 class _WindowClause(NamedTuple):
-    """A window, of every head."""
+    """The window of a mask; all heads run it."""
 
     window: Window
 
     def joins(self, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Whether a key is near enough."""
+        """Whether the key is in the window of the query."""
         joined: Tensor = self.window.joins(*(_holding(x, self.window.size) for x in (q_idx, kv_idx)))
         return joined
 
@@ -135,7 +135,7 @@ class _Clause(NamedTuple):
 
 
 def _holding(x: Tensor, length: int) -> Tensor:
-    """`x` in a signed dtype that holds a segment length or a window: torch would wrap these, and distances."""
+    """`x` in a signed dtype that can hold a segment length or window size: in smaller dtypes torch would wrap around."""
     return x if not isinstance(x, Tensor) or (x.dtype.is_signed and length <= torch.iinfo(x.dtype).max) else x.long()
 
 

@@ -228,6 +228,8 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
         if not gamma_init > 0.0:
             raise ValueError(f"gamma_init must be above 0, got {gamma_init}")
+        if not isinstance(sinks, bool):
+            raise TypeError(f"sinks must be a bool, got {sinks!r}; the layer makes the parameter itself")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, self.gamma_init = embed_dim // num_heads, gamma_init
         kv_dim = num_kv_heads * self.head_dim
@@ -345,7 +347,7 @@ class MultiheadDilatedAttention(nn.Module):
             attn_mask: Must be None, unless `is_causal=True`; its values are not read, as in torch.
             average_attn_weights: Has no effect, since no weights are returned.
             is_causal: Whether a query sees only keys at its own position and before; a module made causal stays so.
-            cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1.
+            cu_seqlens: `(num_documents + 1,)` boundaries of packed documents, for B = 1.
             rotation: What `flexdilated.nn.Rotary` or `XPos` gives for the positions of the tokens; applied after projection.
             score_mod: Function of a score and the positions of its pair, as in `flexdilated.dilated_attention`.
             mask_mod: Function of the positions of a pair: whether the query sees the key.
@@ -365,7 +367,7 @@ class MultiheadDilatedAttention(nn.Module):
         if need_weights:
             raise NotImplementedError("need_weights must be False, got True: dilated attention never forms its weights")
         if attn_mask is not None and not is_causal:
-            raise NotImplementedError("attn_mask must be None unless is_causal=True, got a mask; the pattern says what is seen")
+            raise NotImplementedError("attn_mask must be None unless is_causal=True, got a mask; use mask_mod=")
         if cache is not None:
             self._check_cache(cache, is_causal, {"key_padding_mask": key_padding_mask, **options})
             options = {"lengths": lengths}

@@ -143,7 +143,7 @@ class XPos(Rotary):
         longest = max(lengths, default=1)
         nested = window is None and all(longest % length == 0 for length in lengths)
         self.scale_base, self.period = scale_base, longest if nested else None
-        # No segment crosses a multiple of it. A window does, of whatever lies in a sequence.
+        # No segment crosses a multiple of `common_period`. A window crosses every position, so the period exceeds any sequence.
         self.common_period = math.lcm(*lengths) if window is None else MAX_LENGTH
         self._has_window = window is not None
 

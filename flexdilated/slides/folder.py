@@ -33,7 +33,7 @@ def list_slides(
         ValueError: If two files are of one slide, a folder cannot be read or links to one above it, or there is no slide.
     """
     slides: dict[str, Path] = {}
-    originals: dict[str, Path] = {}  # by the name without folders that tell copies of one slide apart
+    originals: dict[str, Path] = {}  # by the name without folders, which distinguish copies of one slide
     for path in sorted(_files(folder, coords_folder)):
         if path.suffix.lower() == ".h5" and (path.parent.name == "patches" or path.stem.endswith("_patches")):
             if without_embeddings is not None:

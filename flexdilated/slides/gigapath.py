@@ -154,7 +154,7 @@ class Checkpoint(NamedTuple):
         try:
             model.load_state_dict(self.weights)
         except RuntimeError as error:
-            misfits = textwrap.shorten(str(error), 500)  # a line, where torch lists hundreds of names
+            misfits = textwrap.shorten(str(error), 500)  # one line: torch lists hundreds of names
             raise ValueError(f"pretrained must hold exactly the weights of the model, got others: {misfits}") from error
 
 
@@ -166,7 +166,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
         ValueError: If there is no such state dict, or a classifier lacks the names of its classes.
-        KeyError: If it lacks its head.
+        KeyError: If a classifier lacks its head.
         TypeError: As `DilatedPattern.from_dict`.
     """
     saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -193,8 +193,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
     """Load a checkpoint, whose state dict is under `"model"`, into a model; from a classifier of slides, the encoder.
 
-    What else the checkpoint says must be true of the model: under `"order"` the order of the tiles, which is None where it says
-    nothing, as in the published weights; under `"pattern"` what `DilatedPattern.to_dict` gives.
+    The model must have the checkpoint's order of tiles, under `"order"` (absent: None, as in the published weights), and its
+    pattern, if present, under `"pattern"` as `DilatedPattern.to_dict` gives it.
 
     Raises:
         ValueError: If there is no such state dict, its names and shapes are not exactly those of the model, or it was trained

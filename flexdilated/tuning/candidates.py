@@ -13,13 +13,13 @@ from flexdilated.backends.crossovers import PROVEN
 class Candidate(NamedTuple):
     """A backend with its usual kernels, or a form of the Triton kernels in one direction.
 
-    `constants` of `backends/triton/launch.py` are on in this form, and those of all other candidates off.
+    In this form `constants` of `backends/triton/launch.py` are on, and the constants of all other candidates are off.
     """
 
     name: str
     backend: str
     constants: tuple[str, ...] = ()
-    direction: str | None = None  # the one that the constants change
+    direction: str | None = None  # the direction that the constants change
 
     @property
     def is_form(self) -> bool:
@@ -41,9 +41,9 @@ SLOW = {candidate.name for candidate in CANDIDATES if candidate.backend not in P
 
 @contextmanager
 def switched(plans: dict[Any, Any] | None = None, **constants: object) -> Iterator[None]:
-    """Give constants of the launches of the Triton kernels other values inside the block, in all threads.
+    """Set constants of `backends/triton/launch.py` to other values inside the block, in all threads.
 
-    `plans`: the launches that were planned with these values before.
+    `plans`: launches that were planned with these values.
 
     Raises:
         NotImplementedError: If there is no such constant.

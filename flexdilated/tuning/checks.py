@@ -21,7 +21,8 @@ from torch import Tensor
 from flexdilated import reference
 from flexdilated.core.pattern import DilatedPattern
 
-# Times the worst error of plain PyTorch in the same dtype. Tests allow half; here a false alarm costs the time of a GPU.
+# Allowed error, as a multiple of the largest error of plain PyTorch in the same dtype. Tests allow half; here a false alarm would
+# exclude a correct kernel.
 ERRORS = 4.0
 LSE_ERROR = 5e-3  # absolute: sums of exact products in float32
 ENDED = "failed: the process ended"
@@ -31,7 +32,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """One small call, by numbers that fix its tensors."""
+    """One small call, as numbers from which its tensors are made."""
 
     name: str
     pattern: DilatedPattern
@@ -79,26 +80,26 @@ Make = Callable[[str, Case, str], Runnable]  # by a candidate's name, a case and
 
 
 class Job(NamedTuple):
-    """One examination of a candidate; `examine` is a function at the top of a file, so that another process finds it."""
+    """One check of a candidate. `examine` is a top-level function, so that another process can import it."""
 
     examine: Callable[[str, Case, str], Verdicts]
     candidate: str
     case: Case
 
     def form(self, direction: str) -> str:
-        """As `flexdilated.backends.tuned.source_of` names it."""
+        """The form that is checked, as `flexdilated.backends.tuned.source_of` names it."""
         return f"{direction}, grouped heads" if self.case.group > 1 else direction
 
 
 def definition_jobs(
     make: Make, name: str, pattern: DilatedPattern, num_tokens: int, group: int, head_dims: Sequence[int], *, half: bool = False
 ) -> list[Job]:
-    """Comparisons with the definition, 16 for each head dim; `half`: 8 of them, which meet every option and both masks.
+    """Comparisons with the definition, 16 per head dim; `half`: 8 of them, which cover every option and both masks.
 
-    Those with grouped heads come first: their backward has changed most since it ran.
+    Calls with grouped heads come first: their backward has changed most since its last run on a GPU.
     """
     one = Case("plain", pattern, num_tokens=num_tokens, kv_heads=2, lse_gradient=False)
-    # One of a token, an empty one, as many short ones as make pieces share a launch, and a long one.
+    # Documents: one token, an empty one, enough short ones that pieces share a launch, and a long one.
     cut = (0, 1, 1, *(num_tokens * i // 30 for i in range(1, 11)), num_tokens)
     options = (
         one,
@@ -161,14 +162,14 @@ def verdict(compare: Callable[[], None]) -> str:
         return f"cannot run: {error}"[:400]
     except AssertionError as error:
         return f"wrong: {' '.join(str(error).split())}"[:400]
-    except Exception as error:  # whatever a compiler raises must not end the other examinations
+    except Exception as error:  # an error of any kind must not end the other checks
         traceback.print_exc(limit=-3)
         return f"failed: {type(error).__name__}: {error}"[:400]
     return "right"
 
 
 def against_definition(make: Make, name: str, case: Case, device: str) -> Verdicts:
-    """No element errs by more than `ERRORS` times the worst of plain PyTorch, without mask and documents."""
+    """Check that no error exceeds `ERRORS` times the largest error of plain PyTorch without mask and documents."""
     run, around, dtype = make(name, case, device)
     tensors = tuple(x.to(device) for x in case.tensors(dtype))[: 5 if case.lse_gradient else 4]
     exact = [x.double() for x in tensors]
@@ -195,7 +196,7 @@ def against_definition(make: Make, name: str, case: Case, device: str) -> Verdic
 
 
 def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[], object] = lambda: None) -> list[Verdicts]:
-    """Verdicts of all jobs, in several processes, so that kernels compile side by side; 0: in this one.
+    """Verdicts of all jobs. Several processes compile kernels in parallel; `processes=0` runs all jobs in this process.
 
     A job that fails is tried again in a process of its own: a CUDA error of one job fails all later ones of its process. `done` is
     called after each job, from any thread.
@@ -243,7 +244,7 @@ def _children_without_interrupts() -> Iterator[None]:
 
 
 def examine(job: Job, device: str) -> Verdicts:
-    """The verdicts of one job, also where the definition itself fails."""
+    """The verdicts of one job, even if the definition itself fails."""
     found: Verdicts = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # checked patterns need not be connected

@@ -70,8 +70,8 @@ def tune(
 ) -> Tuning:
     """Check and time the backends on a GPU, and keep for `backend="auto"` what is right and faster than `"sdpa"`.
 
-    Every candidate runs 8 calls for each head dim: outputs, log-sum-exp and gradients are compared with
-    `flexdilated.reference`. Those that are right are timed in turns with `"sdpa"` and a dense kernel. The result is one file in
+    Every candidate runs 8 calls per head dim: outputs, log-sum-exp and gradients are compared with
+    `flexdilated.reference`. Correct candidates are timed in turns with `"sdpa"` and a dense kernel. The result is one file in
     `$FLEXDILATED_CACHE`, else `$XDG_CACHE_HOME/flexdilated`, else `~/.cache/flexdilated`. A process reads it when it first uses the
     GPU; this process reads it again, except where it is a rank of a process group. An interrupt keeps what is done. Calls of
     `dilated_attention` time nothing.
@@ -86,7 +86,7 @@ def tune(
         everything: Three dtypes, three head dims, a longer sequence and `backend="flex"`, which compiles for minutes.
         processes: Processes that compile and check side by side. Default: one per CPU, at most 8. They import the main program,
             which must call `tune` under `if __name__ == "__main__":`. 0: none.
-        progress: Called with what runs now and the share that is done.
+        progress: Called with a description of the current step and the share of work done.
 
     Raises:
         ValueError: If a head dim is not positive, or `FLEXDILATED_CACHE=off`.
@@ -118,7 +118,7 @@ def tune(
 
 
 class Progress:
-    """Counts what is done, for a function that shows it; a timed length counts as several checks."""
+    """Counts finished steps for a function that shows them; a timed length counts as several checks."""
 
     LENGTH = 4
 
@@ -143,7 +143,7 @@ def run(
     processes: int,
     show: Callable[[str, float], object] = lambda text, share: None,
 ) -> Tuning:
-    """Measure a plan, and add the results to a file; what is interrupted ends with what is done."""
+    """Measure a plan, and add the results to a file. An interrupt keeps the finished results."""
     is_known = tuned.parsed(path, environment).path is not None
     kept: Kept = (
         json.loads(path.read_text()) if is_known else {"environment": environment, "measured": [], "forms": [], "checks": []}
@@ -185,7 +185,7 @@ def _why_not(candidate: Candidate, hardware: Hardware, dtype: torch.dtype, head_
 def _check(
     kept: Kept, plan: Plan, setting: tuple[torch.dtype, int], device: torch.device, processes: int, progress: Progress
 ) -> None:
-    """Replace the checks of a dtype and head dim.
+    """Check a dtype and head dim, in place of kept checks.
 
     Raises:
         RuntimeError: If no process could run one.
@@ -216,7 +216,7 @@ def _time(
     constants: tuple[str, ...],
     progress: Progress,
 ) -> tuple[str, ...]:
-    """Replace the times of a dtype, head dim and way; the constants of the fastest right form of this way, beside `constants`."""
+    """Time a dtype, head dim and way, in place of kept times. Returns `constants` and those of the fastest right form."""
     (dtype, head_dim), name, training = setting, dtype_name(setting[0]), way == "backward"
     about = {"device": kept["environment"]["level"], "dtype": name, "training": training, "head_dim": head_dim}
     checks = [c for c in kept["checks"] if (c["dtype"], c["head_dim"]) == (name, head_dim)]
@@ -259,7 +259,7 @@ def _entry(setting: tuple[torch.dtype, int], candidate: str, form: str, case: st
 
 
 def _is_right(candidate: Candidate, way: str, checks: Sequence[Kept]) -> bool:
-    """Whether a candidate is worth timing: a form only in its own direction, and where all heads are right in it."""
+    """Whether to time a candidate: a form only in its own direction, and only if it is right for all numbers of heads."""
     if candidate.direction not in (None, way):
         return False
     forms = [f"{each}{heads}" for each in WAYS[: WAYS.index(way) + 1] for heads in ("", ", grouped heads")[: 1 + candidate.is_form]]
@@ -270,7 +270,7 @@ def _is_right(candidate: Candidate, way: str, checks: Sequence[Kept]) -> bool:
 def _calls(
     able: Sequence[Candidate], x: tuple[Any, ...], constants: tuple[str, ...], found: dict[str, str], *, training: bool
 ) -> Iterator[tuple[str, Call]]:
-    """The calls that run and agree with sdpa, after one call of each; `found`: verdicts of the others, if it is not memory."""
+    """Calls that run and agree with sdpa, after one call each. `found` gets the verdicts of the others, except out of memory."""
     expected: tuple[torch.Tensor, ...] = ()
     for candidate in (Candidate("sdpa", "sdpa"), *able, Candidate("dense", "dense")):
         name, plain = candidate.name, dense_call(x, training=training) if candidate.name == "dense" else None
@@ -281,7 +281,7 @@ def _calls(
             if name == "sdpa":
                 return
             continue
-        except Exception as error:  # whatever compilers and drivers raise: this candidate is left out
+        except Exception as error:  # compilers and drivers raise errors of any kind: leave the candidate out
             found[name] = f"failed: {type(error).__name__}: {error}"[:400]
             if name == "sdpa":
                 raise
@@ -294,7 +294,7 @@ def _calls(
 
 
 def _within(candidate: Candidate, call: Call, constants: tuple[str, ...]) -> Call:
-    """A call in the form of a candidate and in others that are chosen; launches are planned once."""
+    """A call in the form of a candidate and with the chosen `constants`; launches are planned once."""
     plans: dict[Any, Any] = {}
 
     def formed() -> tuple[torch.Tensor, ...]:
@@ -311,7 +311,7 @@ def _assert_near(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor,
 
 
 def _best(able: Sequence[Candidate], rows: Sequence[Kept]) -> Candidate | None:
-    """The fastest form of the Triton kernels over all lengths; another one than the usual form only where it gains enough."""
+    """The fastest form of the Triton kernels over all lengths; the usual form unless another one gains enough."""
     usual = next((c for c in able if c.backend == "triton" and not c.is_form), None)
     best, least = usual, ENOUGH
     for form in [c for c in able if c.is_form] if usual else []:
@@ -322,19 +322,19 @@ def _best(able: Sequence[Candidate], rows: Sequence[Kept]) -> Candidate | None:
 
 
 def _pairs(tokens: int) -> float:
-    """The scored pairs of the pattern over those of the dense call."""
+    """The scored pairs of the pattern, divided by the scored pairs of the dense call."""
     rows = min(DENSE_ROWS, tokens)
     return PATTERN.count_pairs(tokens, NUM_HEADS, is_causal=True) / (NUM_HEADS * (tokens // rows) * rows * (rows + 1) / 2)
 
 
 def chosen(entry: Kept) -> str:
-    """The backend that a measured entry speaks for, with the form of the Triton kernels."""
+    """The fastest backend of a measured entry, with the form of the Triton kernels."""
     backend = faster(entry)
     return str(entry["form"]) if backend == "triton" else backend
 
 
 def save(report: dict[str, Any], path: Path) -> None:
-    """Write a report whole or not at all, in a folder made if missing."""
+    """Write a report completely or not at all. Makes the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as file:
         file.write((json.dumps(report, indent=1) + "\n").encode())

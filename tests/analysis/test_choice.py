@@ -74,12 +74,12 @@ def test_your_patterns_come_last_and_say_what_is_wrong_with_them() -> None:
 
 def test_sentences() -> None:
     window, two, *_, three = choose_pattern(512, 8).shown
-    far = "and, in each head, 1 in 4 of all 512 tokens; 2 heads read the same ones."
+    far = "and, in each head, 1 in 4 of all 512 tokens; 2 heads keep the same tokens."
     assert window.why == f"Each token reads a window of 8 tokens {far}"
     assert two.why == f"Each token reads its segment of 16 tokens {far}"
     assert three.why == (
         "Each token reads its segment of 24 tokens and, in each head, 1 in 4 of the tokens of longer segments of 120 and 144; "
-        "2 heads read the same ones."
+        "2 heads keep the same tokens."
     )
 
 

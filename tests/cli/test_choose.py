@@ -19,7 +19,7 @@ def test_prints_lines_of_python_with_sentences_and_addresses() -> None:
         "",
         "1  DilatedPattern((512,), (4,), window=8)",
         "   9.38 % of dense attention. Each token reads a window of 8 tokens and, in each head, 1 in 4 of all 512 tokens; "
-        "2 heads read the same ones.",
+        "2 heads keep the same tokens.",
         "   docs/explorer/index.html#w=512&r=4&window=8&N=512&H=16&KV=8&causal=1&heads=all&offsets=blocked",
     ]
     assert lines[-3] == "6  DilatedPattern((64, 256), (1, 4), offsets='interleaved')"

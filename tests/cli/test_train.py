@@ -148,7 +148,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, text: Path, change:
     [
         (["--resume-if-any", "--overwrite"], "--resume-if-any must come without --overwrite, got both"),
         (["--resume"], "--resume must find a checkpoint, none in"),
-        (["--dilation-rates=1"], "--dilation-rates must hold one rate per segment length=2, got (1,)"),
+        (["--dilation-rates=1"], "--dilation-rates must hold one rate per segment length (2), got (1,)"),
         (["--embed-dim=25"], "--embed-dim must be a multiple of 2 * --heads=4, got 25"),
         (["--device=nothing"], "--device must be a device that torch can use here, got 'nothing'"),
         (["--tokens=5000"], "--text must hold at least 10002 bytes for --tokens 5000, got 4545"),

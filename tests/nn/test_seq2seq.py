@@ -214,7 +214,7 @@ def test_longnet_rejects_wrong_shapes(shapes: tuple[tuple[int, ...], ...], match
     [
         ({"nhead": 7}, r"^num_heads must divide embed_dim=16, got 7$"),
         ({"attention_dropout": -0.5}, r"^dropout_p must be in \[0, 1\), got -0.5$"),
-        ({"segment_lengths": (8, 16, 32)}, r"^dilation_rates must hold one rate per segment length=3, got"),
+        ({"segment_lengths": (8, 16, 32)}, r"^dilation_rates must hold one rate per segment length \(3\), got"),
         ({"heads": "some"}, r"^heads must be one of \('all', 'grouped'\), got 'some'$"),
         ({"cross_attention": "sparse"}, r"^cross_attention must be 'dilated' or 'dense', got 'sparse'$"),
         (

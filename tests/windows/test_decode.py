@@ -18,7 +18,7 @@ from tests.test_decode import BATCH, DIM, feed_all, full, make, padded_chunk, se
 from tests.tolerances import EXACT
 
 SEGMENTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((), ()), ((7,), (1,)), ((5, 11), (1, 2)), ((13,), (3,)))
-LOST = "length must leave all keys stored that window=|length must end in the segment that is stored"
+LOST = "length must keep the keys of the window=|length must end in the segment that is stored"
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_crop_names_the_window_and_takes_its_last_token() -> None:
     cache, x = make(DilatedPattern(window=5)), torch.randn(BATCH, 9, 5, DIM, dtype=torch.float64)
     cache.attend(x, x, x)
     cache.crop(8)  # token 8 replaced token 3, which token 8 does not see, and token 7 does
-    with pytest.raises(ValueError, match=r"^length must leave all keys stored that window=5 reaches .* got 7 of 8 tokens in"):
+    with pytest.raises(ValueError, match=r"^length must keep the keys of the window=5 before it .* got 7 of 8 tokens in"):
         cache.crop(7)
     cache.crop(0)
 

@@ -1,10 +1,9 @@
 """Branches as grids of segments and rows, all of one size: what one graph needs to serve every number of tokens.
 
 Pieces are exact boxes, and which boxes there are depends on every remainder of the number of tokens: each set needs a graph of its
-own. In a grid the last segment is padded to the size of the others. The segments of a window are blocks of queries, each with all
-keys that the window shows them. Its sizes are those of an opaque operator's outputs: symbols of their own, where expressions of the
-number of tokens would have the compiler reason about every quotient. Portable programs, which hold no such operator, say sizes by
-expressions; what a row is, and how branches are mixed, is the same.
+own. In a grid the last segment is padded to the size of the others. A window is cut in blocks of queries, each with all keys of its
+windows. The sizes of a grid are sizes of an opaque operator's outputs: the compiler sees a new symbol, and need not reason about
+quotients of the number of tokens. Portable programs hold no such operator: there, sizes are expressions.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class Grid(NamedTuple):
 
     lanes: Tensor  # (L,): `segment * heads of the branch + head`
     queries: Tensor  # (parts, M): `row * group + query head of the group` of every query, a part of them at a time
-    keys: Tensor  # (R,): rows; of a window some are before the block, below 0, and some after it
+    keys: Tensor  # (R,): rows; for a window also rows before the block (below 0) and after it
 
 
 def tile(pattern: DilatedPattern, branch: int, consumer: str) -> tuple[Segments, Window | None]:
-    """The segments that a branch cuts queries in, and its window, if it is one: its segments are half as long, or `LEAST_BLOCK`."""
+    """`(segments, window)` of a branch. Segments of a window: half its size, at least `LEAST_BLOCK` tokens."""
     segments, window = pattern.split(consumer)
     if window is None or branch < len(segments):
         return segments[branch], None
@@ -55,7 +54,7 @@ def locate(row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Ten
 
 
 def locate_near(row: Tensor, first: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The tokens of a window's keys, `row` tokens after the `first` of a block, and whether they are padding, with any token."""
+    """`(tokens, is_padding)` of a window's keys, `row` tokens after the first token of a block. Padding has an arbitrary token."""
     token = first + row
     return token.clamp(0, num_tokens - 1), (token < 0) | (token >= num_tokens)
 

@@ -1,4 +1,4 @@
-"""A sliding window as boxes for dense kernels, which know no window: chunks of queries under a mask, or triangles without one."""
+"""A sliding window as boxes for dense kernels without windows: chunks of queries under a mask, or triangles without a mask."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.branch import ceil_div
 from flexdilated.core.pieces import UNBOUNDED, Piece
 
-# Queries of a chunk: half a window, within these bounds. With few more a mask hides most of what is computed, with few less kernels
-# take too few rows at once. From `LONG` tokens on triangles are as fast, and fewer. Measured on 2 cores with AVX-512, torch 2.13,
-# float32, head dim 64: times of segments with as many pairs, forward and backward, for windows of 128, 512, 1,024 and 2,048 tokens:
+# A chunk has half a window of queries, within these bounds. In longer chunks the mask hides most computed pairs; in shorter ones a
+# kernel has too few rows. From `LONG` tokens on, triangles are as fast, and fewer. Time relative to segments with as many pairs,
+# forward and backward, for windows of 128, 512, 1,024 and 2,048 tokens (2 cores with AVX-512, torch 2.13, float32, head dim 64):
 # chunks 1.1 and 1.0, 1.1 and 1.0, 1.3 and 1.2, 1.0 and 1.0; triangles 1.8 and 1.3, 1.5 and 1.3, 1.2 and 1.2, 1.0 and 1.0.
 LEAST_CHUNK, MOST_CHUNK, LONG = 64, 512, 2048
 
 
 @recent(size=lambda found, *arguments, **options: PIECE_BYTES * len(found))
 def dense_pieces(pieces: tuple[Piece, ...], masks: bool, alone: bool) -> tuple[Piece, ...]:
-    """Pieces whose windows are cut for dense kernels.
+    """Cut pieces of windows for dense kernels; pieces of segments stay as they are.
 
     Args:
-        pieces: Those of a plan, in which a window is one box.
+        pieces: Pieces of a plan, in which a window is one box.
         masks: Whether the kernel takes a mask.
-        alone: Whether each query must meet all its keys in one piece, whose lse is then the window's own; needs `masks`.
+        alone: Whether all keys of a query must be in one piece, so that its lse is the lse of the window; needs `masks`.
     """
     found: list[Piece] = []
     covered = True
@@ -35,14 +35,15 @@ def dense_pieces(pieces: tuple[Piece, ...], masks: bool, alone: bool) -> tuple[P
             covered = covered and not piece.covers
         else:
             found += _triangles(piece)
-    return tuple(found if covered else (piece._replace(covers=False) for piece in found))  # all first pieces cover, or none
+    # Either all pieces of the first branch cover, or none.
+    return tuple(found if covered else (piece._replace(covers=False) for piece in found))
 
 
 def _chunks(piece: Piece) -> Iterator[Piece]:
-    """Chunks of queries, with all keys that the window shows them; no piece reads a key twice."""
+    """Chunks of queries, each with all keys of their windows; the chunks of one piece share no key."""
     before, after, num_tokens = -piece.low, piece.high, piece.rows
     size = min(max((before + 1) // 2, LEAST_CHUNK), MOST_CHUNK)
-    # Chunks whose keys are all inside of the sequence are alike; those of one piece are so far apart that no key is in two.
+    # Chunks whose keys are all inside the sequence have equal shapes. Every `apart`-th of them is in one piece: they share no key.
     count = ceil_div(num_tokens, size)
     first, end = ceil_div(before, size), max((num_tokens - after) // size, 0)
     first = min(first, end)
@@ -59,10 +60,10 @@ def _chunks(piece: Piece) -> Iterator[Piece]:
 
 
 def _triangles(piece: Piece) -> Iterator[Piece]:
-    """Blocks as long as the window: each with itself, and the triangles of pairs between neighbours.
+    """Blocks as long as the window: the pairs inside each block, and the triangles of pairs between neighbouring blocks.
 
-    Between a block and the one before it a pair joins where the key's row is behind the query's. Without the last query and the
-    first key that is a causal mask, from the last row to the first.
+    A query sees the keys of the block before its own whose row number is above its own. Without the last query and the first key
+    these pairs are a causal mask in reverse row order.
     """
     size, is_causal = 1 - piece.low, piece.high == 0
     count, rest = divmod(piece.rows, size)
@@ -83,7 +84,7 @@ def _triangles(piece: Piece) -> Iterator[Piece]:
 
 
 def _boxes(piece: Piece, queries: tuple[int, int], keys: tuple[int, int], times: int = 1, stride: int = 0) -> Iterator[Piece]:
-    """Boxes of queries and keys, of each `(first row, rows)` of a piece, `times` times, `stride` rows apart, in each segment."""
+    """A box of queries and a box of keys, each `(first row, rows)`, repeated `times` times every `stride` rows in each segment."""
     (first, rows), (first_key, num_keys) = queries, keys
     if times < 1 or not rows or not num_keys:
         return

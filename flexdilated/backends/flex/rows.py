@@ -27,7 +27,7 @@ class Lanes(NamedTuple):
     stride: int  # tokens from one row to the next
     first_query: int  # row of query 0
     first_key: int  # row of key 0
-    window: int | None = None  # size of the window that rows, which are then tokens, are near in; None: they are of one segment
+    window: int | None = None  # size of the window, whose rows are tokens; None: the rows are those of one segment
 
     def part(self, span: slice) -> Lanes:
         """The positions of a range of lanes."""

@@ -39,9 +39,9 @@ INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 
 # Whether loops may load rows by tensor descriptors; tiles.py selects them. `benchmarks.gpu` has a backend that turns it off.
 DESCRIBES = True
-# Forms that no GPU has run: keys and values of the forward by descriptors that the host makes; products of the forward ahead of the
-# softmax; longer tiles of the forward; all gradients by one kernel, dq in sums whose order varies, so not where torch is asked for
-# deterministic algorithms. None: only where `flexdilated tune` found the form right and faster.
+# Forms that no GPU has run. HOSTS: the forward loads keys and values by descriptors that the host makes. AHEAD: its products come
+# ahead of the softmax. LONG: longer tiles of the forward. SUMS: all gradients by one kernel; dq is summed in varying order, so not
+# under deterministic algorithms of torch. None: on only where `flexdilated tune` found the form right and faster.
 HOSTS: bool | None = None
 AHEAD: bool | None = None
 LONG: bool | None = None
@@ -56,7 +56,7 @@ MOST_PLANS, MOST_PIECES = 256, 64
 class Launch(NamedTuple):
     """The arguments of a launch except tensors and scales: `numbers` are strides, `PIECE_FIELDS` and `BAND`.
 
-    In a launch by a table the integers `PIECE_FIELDS` are 0; those of `BAND` are None except for a window.
+    In a launch of a table of pieces, the integers `PIECE_FIELDS` are 0. The integers `BAND` are None without a window.
 
     `hosted`: the piece whose keys and values the host describes.
     """

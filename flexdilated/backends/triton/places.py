@@ -8,8 +8,8 @@ PIECE_FIELDS = (
     "tiles", "heads", "offsets", "segments", "token", "segment_stride", "head", "offset_head_step", "head_step", "row_stride",
     "queries", "keys", "zero_keys",
 )  # fmt: skip
-BAND = ("low", "high")  # the same for a window: its table alone has these columns
-# A row of a table of pieces: these, the first of the programs that compute the piece, and how many do.
+BAND = ("low", "high")  # two more columns, only in tables of windows
+# A row of a table of pieces: `PIECE_FIELDS`, the first program that computes the piece, and the number of its programs.
 COLUMNS = tl.constexpr(len(PIECE_FIELDS) + 2)
 
 
@@ -44,7 +44,7 @@ def narrow(row, column):
 
 @triton.jit
 def own_piece(TABLE, OWNERS, WINDOWED: tl.constexpr):
-    """In a launch of many pieces: this program's number within its own, and that one's fields; `OWNERS` has the row of each."""
+    """In a launch of many pieces: this program's number within its piece, and the fields of the piece. `OWNERS` has its row."""
     program = tl.program_id(0)
     columns: tl.constexpr = COLUMNS + 2 if WINDOWED else COLUMNS
     row = TABLE + tl.load(OWNERS + program) * columns
@@ -59,7 +59,7 @@ def own_piece(TABLE, OWNERS, WINDOWED: tl.constexpr):
 
 @triton.jit
 def band_tiles(begin, end, low, high, rows, BLOCK: tl.constexpr):
-    """The tiles of `BLOCK` rows, of `rows` in all, that rows `begin` to `end` join: row `x` joins rows `x + low` to `x + high`.
+    """The tiles of `BLOCK` rows that rows `begin` to `end` join. Row `x` joins rows `x + low` to `x + high` of `rows` rows.
 
     Returns `(first, middle, stop, last)`: tiles are visited from row `first` to `last`, and need no mask from `middle` to `stop`.
     """
@@ -134,7 +134,7 @@ def load_seen(IGNORED, n, step, keys, IGNORES: tl.constexpr):
 
 @triton.jit
 def seen_range(IGNORED, step, begin, end, keys, BLOCK: tl.constexpr):
-    """The first key that is not ignored and the last but one, from `begin` to `end`: padding at either side is not computed."""
+    """`(first, end)`: the part of `begin ... end` without the ignored keys at either side, which are not computed."""
     first = end
     last = 0
     for start in range(begin, end, BLOCK):

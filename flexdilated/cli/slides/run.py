@@ -66,7 +66,7 @@ def run(job: Job) -> int:
 
 
 class _Failures(dict[str, list[Path]]):
-    """The slides that failed, by reason. The first of each reason is printed, the others are named in one line at the end."""
+    """Failed slides by reason. The first slide of each reason is printed immediately, the others in one line at the end."""
 
     def add(self, path: Path, reason: str) -> None:
         if reason not in self:

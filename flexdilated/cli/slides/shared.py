@@ -83,7 +83,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(path: Path | None, arch: str | None, in_chans: int | None, *, random: bool = False) -> Weights:
-    """Read `--weights`, which also say the architecture and the width of a tile embedding where the options do not."""
+    """Read `--weights`. The file also gives the architecture and the width of a tile embedding, unless options do."""
     if arch is not None and arch not in ARCHITECTURES:
         refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
     if path is None:

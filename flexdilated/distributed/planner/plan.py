@@ -35,7 +35,7 @@ class Spans(NamedTuple):
     sender: Integers  # rank
     first: Integers  # token of the whole sequence
     end: Integers  # token of the whole sequence, exclusive
-    origin: Integers  # first token of the segment; of a window, any
+    origin: Integers  # first token of the segment; arbitrary for a window
     residue: Integers  # first offset that takes part
     residues: Integers  # number of offsets that take part, modulo the rate
     place: Integers  # index of the first head, among the branch's heads of these ranks

@@ -4,8 +4,8 @@ The sequence is cut in contiguous shards. A segment inside one shard is computed
 only, which span more than one shard. The tokens of a segment are numbered `0, 1, ...` as slots. Each rank holds an interval of
 slots, and a head keeps the slots of its offset modulo the rate.
 
-A sliding window over a document in several shards has no segments. On each rank, its pairs of two tokens of the shard are those of
-a window that ends at the boundaries of the shard. `WindowParts` are the other pairs.
+A sliding window has no segments. Its pairs inside one shard are computed as a window that ends at the boundaries of the shard.
+`WindowParts` are the pairs of two shards.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Segments(NamedTuple):
 
 
 class WindowParts(NamedTuple):
-    """Queries of a rank whose window shows them keys of other ranks. Every field is a `(parts,)` array, ordered by rank.
+    """Queries of a rank that see keys of other ranks in their window. Every field is a `(parts,)` array, ordered by rank.
 
-    The rank computes the pairs of the window among tokens `query ... query_end` and `key ... key_end` of the whole sequence. It
-    holds the queries. The keys are those of other ranks alone, before or after its tokens; but where the gradient needs the
-    window's own softmax (`DilatedPattern.windows_alone`) they are all that the queries see.
+    The rank holds the queries `query ... query_end` and computes their window pairs with the keys `key ... key_end`, all tokens of
+    the whole sequence. These keys belong to other ranks, before or after its own tokens. Only under
+    `DilatedPattern.windows_alone` they are all keys that the queries see.
     """
 
     rank: Integers

@@ -123,7 +123,7 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
     documents: list[tuple[int, int, range | None]]
     for branch in branch_order(plan.pattern):
         if branch == len(plan.lengths):
-            # Inside the shard, a window over a part of a document is that over a document of its own.
+            # Inside the shard, the part of a document is treated as a document of its own.
             first, stop = np.maximum(start, begin), np.minimum(start + num_tokens, end)
             left_out = plan.window_parts.query[plan.window_parts.rank == rank] if plan.pattern.windows_alone else NOBODY
             is_whole = (first < stop) & ~np.isin(first, left_out)

@@ -122,7 +122,7 @@ def attend_modified(
 
 
 def _alone(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Pieces in which a window is over one document, as flex_attention takes it."""
+    """The pieces, with one document per piece of a window, as flex_attention needs it."""
     found: list[Piece] = []
     for piece in pieces:
         count = 1 if piece.low > -UNBOUNDED else piece.segments
@@ -139,7 +139,7 @@ def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[PartialOutput]], lis
         for row_range in task.queries:
             span = slice(row_range.first - task.queries[0].first, row_range.end - task.queries[0].first)
             index = row_range.row_index.read()
-            if task.task.is_window:  # two may have a query in common
+            if task.task.is_window:  # two tasks may have a query in common
                 local.append([(Scattered(index, task.heads), out[:, :, span], lse[:, :, span])])
             elif row_range.is_local:
                 local[task.task.branch].append((Scattered(index, task.heads), out[:, :, span], lse[:, :, span]))

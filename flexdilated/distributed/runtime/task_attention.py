@@ -33,7 +33,7 @@ class OutputGradients(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """One kernel call: rows of queries and of keys by their numbers, and what joins them."""
+    """One kernel call: the numbers of its query rows and key rows, and which pairs join."""
 
     rows: slice
     columns: slice
@@ -43,7 +43,7 @@ class _Block(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _blocks(queries: tuple[int, int], keys: tuple[int, int], band: tuple[int, int]) -> tuple[_Block, ...]:
-    """The kernel calls for the pairs of a band: rectangles, and squares of which keys up to, or from, the diagonal join.
+    """The kernel calls for the pairs of a band: rectangles, and squares of which the lower or upper triangle joins.
 
     Rows that see no key are in no call.
     """
@@ -52,10 +52,10 @@ def _blocks(queries: tuple[int, int], keys: tuple[int, int], band: tuple[int, in
         return max(low, min(row, high))
 
     (low, high), blocks = band, []
-    size = max(1, min(queries[1] - queries[0], high - low))  # of so many queries, a key may be too early or too late, but not both
+    size = max(1, min(queries[1] - queries[0], high - low))  # among so few queries, a key leaves or enters the band, but not both
     for first in range(*queries, size):
         end = min(first + size, queries[1])
-        # Keys that some queries see no more, that all see, and that some do not see yet.
+        # Keys before `early` have left the band of some queries; all queries see those before `late`; the rest have yet to enter.
         early = within(end + low, *keys)
         late = within(first + high, early, keys[1])
         some, last = (within(key - low, first, end) for key in (keys[0], early))

@@ -39,11 +39,11 @@ MODELS = {"GPT2LMHeadModel", *(f"{family}ForCausalLM" for family in FAMILIES)}
 
 
 class Context:
-    """The mesh over which a model's tokens are sharded, how rows travel on it, and what a forward has met.
+    """The mesh over which a model's tokens are sharded, the exchange, and the state of a forward.
 
-    `attended`: layers that have attended, by index. `compared`: where the labels of neighbours have been, in training and in
-    evaluation, whose loaders are not the same. `has_warned`: whether it has been said that they show nothing. `packing_options`:
-    names of the forward's options that its layers must hand on to their attention.
+    `attended`: layers that have attended, by index. `compared`: modes (training, evaluation: they have different loaders) in which
+    the labels of neighbouring ranks have been compared. `has_warned`: whether a warning said that the labels show nothing.
+    `packing_options`: names of the forward's options that its layers must pass on to their attention.
     """
 
     def __init__(self, mesh: DeviceMesh, exchange: str) -> None:

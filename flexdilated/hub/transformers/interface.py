@@ -316,7 +316,7 @@ def _capped(softcap: float) -> ScoreMod:
 
 def _is_causal(module: nn.Module, config: Any) -> bool:
     flags = [value for value in (getattr(module, "is_causal", None), getattr(config, "is_causal", None)) if value is not None]
-    if not flags:  # the library's own function would take it as causal; its models without the attribute are encoders
+    if not flags:  # transformers' own function would assume causal; its models without the attribute are encoders
         raise NotImplementedError(
             f"{type(module).__name__} must have is_causal with {NAME!r} attention, got none: nothing tells encoder from decoder"
         )

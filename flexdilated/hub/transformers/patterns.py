@@ -45,7 +45,7 @@ def set_pattern(
     Raises:
         TypeError: If the pattern is neither a `DilatedPattern` nor `"auto"`.
         ValueError: If the model consists of parts, each with a config of its own; or as `DilatedPattern.check_heads`. If `"auto"`
-            comes without `tokens`, they come without it, or no pattern is within the budget.
+            comes without `tokens`, `tokens` or `budget` come without `"auto"`, or no pattern is within the budget.
         NotImplementedError: If the attention of this model type does not come from the library's `AttentionInterface`: a pattern
             would change nothing. Or if it attends to the keys of other tokens.
 
