@@ -38,6 +38,7 @@ def draw_choices(choices: Choices) -> Figure:
     axes = figure.add_subplot()
     axes.set_xscale("log")
     axes.set_yscale("log", base=2)
+    axes.margins(y=0.15)  # room for numbers around the lowest points
     rates = sorted({max(each.pattern.dilation_rates) for each in choices.tried})  # no proposal is a window alone
     for i, rate in enumerate(rates):
         members = [each for each in choices.tried if max(each.pattern.dilation_rates) == rate]
