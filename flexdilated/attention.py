@@ -13,7 +13,7 @@ from torch import Tensor
 from flexdilated.backends import dispatch
 from flexdilated.core.call import Call, MaskMod, ScoreMod
 from flexdilated.core.checks import LAYOUT, check, check_sinks, warn_of_losses
-from flexdilated.core.lse import sink_scale
+from flexdilated.core.lse import normalised, sink_scale
 from flexdilated.core.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -224,9 +224,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         check_sinks(sinks, q)
         out, lse = attend(q, k, v, call._replace(sinks=None, return_lse=True))
         assert lse is not None
-        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        _, total = normalised(torch.stack(torch.broadcast_tensors(lse, sinks.to(lse.dtype)[:, None])), dim=0)
         share = sink_scale(sinks.to(lse.dtype), lse.transpose(1, 2))  # (B, N, H)
-        return (out * share[..., None]).to(out.dtype), total if call.return_lse else None
+        return (out * share[..., None]).to(out.dtype), total[0] if call.return_lse else None
     if call.mesh is not None:
         from flexdilated.distributed import attention as ranks  # one process needs no torch.distributed
 

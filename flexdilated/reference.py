@@ -91,8 +91,7 @@ def dilated_attention(
     out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
     if sinks is None:
         return out, lse
-    total = torch.logaddexp(lse, sinks.double()[:, None])
-    return out * torch.exp(lse - total).transpose(1, 2)[..., None], total
+    return _mix([(out, lse), (torch.zeros_like(out), sinks.double()[:, None].expand_as(lse))], detach_weights=False)
 
 
 def _branch(

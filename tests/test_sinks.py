@@ -1,5 +1,6 @@
 """Sinks: one more key of value 0 for each head, by a dense softmax with one more column."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,6 +54,18 @@ def test_outputs_lse_and_gradients(name: str, way: str) -> None:
     grads = [torch.autograd.grad(ys, x, upstream) for ys in (actual, expected)]
     for a, b in zip((*actual, *grads[0]), (*expected, *grads[1])):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["sdpa", "definition"])
+def test_sinks_of_minus_infinity_change_nothing_in_rows_without_keys_either(way: str) -> None:
+    x, pattern = tensors(), PATTERNS["empty rows"]
+    call = reference.dilated_attention if way == "definition" else partial(dilated_attention, return_lse=True)
+    sinks = torch.full((H,), -torch.inf, dtype=torch.float64, requires_grad=True)
+    expected, actual = (call(*x[:3], pattern, sinks=s) for s in (None, sinks))
+    assert (expected[1] == -torch.inf).any()
+    upstream = [torch.randn_like(y) for y in expected]
+    grads = [torch.autograd.grad(expected, x[:3], upstream), torch.autograd.grad(actual, (*x[:3], sinks), upstream)]
+    torch.testing.assert_close((*actual, *grads[1]), (*expected, *grads[0], torch.zeros_like(sinks)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
