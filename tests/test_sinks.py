@@ -38,8 +38,6 @@ def by_one_more_column(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, pattern: 
 @pytest.mark.parametrize("way", ["sdpa", "reference", "definition", "functions", "dropout of none", "compiled"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_outputs_lse_and_gradients(name: str, way: str) -> None:
-    if way == "functions" and PATTERNS[name].window:
-        pytest.skip("see the tests of windows")
     x, pattern = tensors(), PATTERNS[name]
     options: dict[str, Any] = {"is_causal": True, "sinks": x[3]}
     if way == "definition":
