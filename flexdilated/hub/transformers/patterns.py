@@ -6,7 +6,7 @@ import functools
 import json
 import warnings
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ def set_pattern(
         budget: With `"auto"`: pairs to score, as a share of the pairs of dense attention. Default: 0.1.
 
     Raises:
-        TypeError: If the pattern is neither a `DilatedPattern` nor `"auto"`.
+        TypeError: If the pattern is neither a `DilatedPattern` nor `"auto"`, or there is no config of the library.
         ValueError: If the model consists of parts, each with a config of its own; or as `DilatedPattern.check_heads`. If `"auto"`
             comes without `tokens`, `tokens` or `budget` come without `"auto"`, or no pattern is within the budget.
         NotImplementedError: If the attention of this model type does not come from the library's `AttentionInterface`: a pattern
@@ -53,8 +53,11 @@ def set_pattern(
         UserWarning: If this model type was not compared with dense attention. Or as `flexdilated.MultiheadDilatedAttention`, of the
             config's key/value heads; a config is causal where its `architectures` say so, others warn in the first call.
     """
+    given = type(config).__name__
     if isinstance(config, nn.Module):
-        config = cast(PreTrainedConfig, config.config)
+        config = getattr(config, "config", config)
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config must be a config of the transformers library, or a model that has one, got {given}")
     if not isinstance(pattern, DilatedPattern) and pattern != "auto":
         raise TypeError(f"pattern must be a DilatedPattern or 'auto', got {type(pattern).__name__}")
     _refuse_parts(config)
@@ -67,11 +70,11 @@ def set_pattern(
         pattern = _chosen(config, heads, tokens, 0.1 if budget is None else budget, is_causal=is_causal)
     elif tokens is not None or budget is not None:
         raise ValueError(f"tokens and budget must come with pattern='auto', got {tokens} and {budget} with {pattern}")
+    if heads is not None:
+        check_losses(pattern, max(pattern.segment_lengths, default=2), heads, is_causal)
     config.dilated_pattern = pattern.to_dict()
     config._attn_implementation = NAME
     record_implementation(config)
-    if heads is not None:
-        check_losses(pattern, max(pattern.segment_lengths, default=2), heads, is_causal)
     return config
 
 

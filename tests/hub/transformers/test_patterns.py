@@ -37,6 +37,26 @@ def draw_tokens() -> torch.Tensor:
     return torch.randint(31, (2, 17))
 
 
+@pytest.mark.parametrize(
+    "given", [None, {}, "a folder", transformers.LlamaForCausalLM, torch.nn.Linear(2, 2), torch.nn.Sequential(build(None))]
+)
+def test_only_configs_and_their_models_take_a_pattern(given: Any) -> None:
+    name = type(given).__name__
+    with pytest.raises(
+        TypeError, match=f"^config must be a config of the transformers library, or a model that has one, got {name}$"
+    ):
+        hub.set_pattern(given, PATTERN)
+
+
+def test_a_pattern_that_does_not_fit_leaves_the_config_as_it_is() -> None:
+    config = transformers.LlamaConfig(**SIZES)
+    before = config.to_dict()
+    with pytest.raises(ValueError, match="at most one branch per key/value head=3"):
+        hub.set_pattern(config, DilatedPattern.grouped((4, 8, 16, 32), (1, 2, 4, 8)))
+    assert config.to_dict() == before
+    assert config._attn_implementation != "flexdilated"
+
+
 def test_a_pattern_is_kept_in_json_types() -> None:
     config = hub.set_pattern(transformers.LlamaConfig(**SIZES), PATTERN)
     assert json.loads(config.to_json_string())["dilated_pattern"] == PATTERN.to_dict()
