@@ -70,12 +70,13 @@ class LongNetHFConfig(PreTrainedConfig):
         attention_dropout_p: float = 0.0,
         backend: str = "auto",
         scale_base: float = SCALE_BASE,
+        scale: float | None = None,
         **options: Any,
     ) -> None:
         self.vocab_size, self.embed_dim, self.num_layers, self.num_heads = vocab_size, embed_dim, num_layers, num_heads
         self.num_kv_heads, self.ffn_dim, self.position, self.tie_embeddings = num_kv_heads, ffn_dim, position, tie_embeddings
         self.dropout_p, self.attention_dropout_p = dropout_p, attention_dropout_p
-        self.backend, self.scale_base = backend, scale_base
+        self.backend, self.scale_base, self.scale = backend, scale_base, scale
         pattern = DilatedPattern.longnet() if dilated_pattern is None else dilated_pattern
         pattern = pattern if isinstance(pattern, DilatedPattern) else DilatedPattern.from_dict(pattern)
         self.dilated_pattern = pattern.to_dict()

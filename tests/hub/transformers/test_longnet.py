@@ -35,7 +35,7 @@ def test_longnet_round_trip_by_the_auto_classes(tmp_path: Path, tied: bool) -> N
 
 
 def test_longnet_has_every_field_of_longnets_configuration(tmp_path: Path) -> None:
-    options = {"num_kv_heads": 2, "ffn_dim": 31, "position": "rotary", "scale_base": 99.0, "tie_embeddings": False}
+    options = {"num_kv_heads": 2, "ffn_dim": 31, "position": "rotary", "scale_base": 99.0, "scale": 0.3, "tie_embeddings": False}
     options |= {"dropout_p": 0.1, "attention_dropout_p": 0.2, "backend": "sdpa"}
     config = LongNetConfig(vocab_size=50, embed_dim=32, num_layers=1, num_heads=4, pattern=RAGGED, **options)
     fields = {field.name: field.default for field in dataclasses.fields(config)}
@@ -151,7 +151,7 @@ def test_longnet_refuses_other_caches_and_wrong_shapes() -> None:
     with pytest.raises(ValueError, match="embed_dim must be a multiple"):
         hub.LongNetHFConfig(embed_dim=25)
     with pytest.raises(ValueError, match="pattern keys must be among"):
-        hub.LongNetHFConfig(dilated_pattern={"window": 3})
+        hub.LongNetHFConfig(dilated_pattern={"widow": 3})
 
 
 def test_longnet_starts_from_longnets_weights() -> None:
