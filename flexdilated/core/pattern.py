@@ -234,9 +234,9 @@ class DilatedPattern:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """The branches, in order: segments, `(segment length, dilation rate)` each, then the window if there is one.
+        """The branches in order, with segments first and the window last.
 
-        The class of a branch is its kind.
+        The class of a branch is its kind: `Segments(segment_length, dilation_rate)` or `Window(size)`.
         """
         segments = tuple(Segments(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates))
         return segments if self.window is None else (*segments, Window(self.window))
