@@ -70,7 +70,8 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(Tensor|Module|BlockMask|DeviceMesh|ProcessGroup|Figure|Path|Sequence|Callable|Mapping|Iterator|NDArray)"),
     (r"py:.*", r"(Any|Literal|SupportsIndex|Self|optional|Ellipsis|abc\..*|ScoreMod|MaskMod|Curve|Activation|Branch|HeadRun)"),
     (r"py:.*", r"datetime\..*"),
-    (r"py:.*", r"flexdilated\.(core\.branch\.\w+|tuning\.run\.Tuning|reference\..*|nn\.position\.Rotation|distributed\.sharding\.Batch)"),
+    (r"py:.*", r"flexdilated\.(core\.branch\.\w+|tuning\.run\.Tuning)"),
+    (r"py:.*", r"flexdilated\.(reference\..*|nn\.position\.Rotation|distributed\.sharding\.Batch)"),
 ]
 
 # -- the site -----------------------------------------------------------------------------------------------------------------
