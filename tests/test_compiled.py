@@ -234,6 +234,7 @@ def assert_backward_drops_what_the_forward_dropped(call: Callable[..., Tensor], 
     torch.testing.assert_close((dv * v).sum(), (dout * out).sum(), **EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mods", "setting"), [("plain", {"activation_memory_budget": 0.5}), ("score_mod", {"aggressive_recomputation": True})], ids=str
 )

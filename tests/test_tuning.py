@@ -288,6 +288,7 @@ def test_forms_must_gain_and_backends_must_too(pretend: Any) -> None:
     assert (auto(), tuned.loaded(LEVEL).constants) == ("sdpa", {("bfloat16", 64): frozenset()})
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_is_done_and_later_runs_add_to_it(pretend: Any, cache: Path) -> None:
     lengths = len(tuning_run.LENGTHS)
     pretend({}, FAST, interrupt=2 * lengths + 2)  # the first head dim is done
@@ -307,6 +308,7 @@ def test_an_interrupt_keeps_what_is_done_and_later_runs_add_to_it(pretend: Any, 
     assert (auto(), auto(dtype=torch.float16, head_dim=128), len(list(cache.iterdir()))) == ("triton", "triton", 1)
 
 
+@pytest.mark.slow
 def test_doctor_says_where_auto_was_measured(pretend: Any) -> None:
     pretend({}, FAST)
     path = flexdilated.tune("cpu", head_dims=[64], processes=0).path

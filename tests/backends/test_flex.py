@@ -164,6 +164,7 @@ def test_tensors_and_scales_that_change_need_no_graphs(name: str, eagerly: Compi
     assert eagerly.frame_count == 1 or name == "scale"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["closure", "object"])
 def test_ever_new_numbers_are_refused(name: str, eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "GRAPHS_LIMIT", 2)
@@ -328,6 +329,7 @@ def test_documents_in_compiled_code_are_refused_by_name(backend: str) -> None:
         attend(x, x, x, cu_seqlens=borders)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [2048, 1 << 20])
 def test_compilers_ask_for_the_layout_once(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million tokens have thousands of blocks: to trace how they are counted would take minutes."""

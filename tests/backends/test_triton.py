@@ -127,6 +127,7 @@ def test_forms_to_measure_equal_the_others_and_the_oracle(name: str, monkeypatch
     assert ("differentiate_queries" in dict(launched)) == (name == "mask")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "grouped_queries", "mask", "documents", "zero_keys", "detached", "head_dim_48"])
 def test_products_ahead_of_the_softmax_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tile(monkeypatch, 16, 16)

@@ -150,6 +150,7 @@ def test_terminal_picture_has_two_rows_per_line_of_half_blocks() -> None:
     assert [line.count("▀") for line in lines] == [17 * 3] * 9 + [17 * 2] * 9  # three panels, then two, 9 lines for 17 rows
 
 
+@pytest.mark.slow
 def test_picture_shows_every_loss_against_bytes_seen(tmp_path: Path) -> None:
     history = [{"step": 1, "train": 7.5}, {"step": 2, "train": 6.25, "held_out": 6.5}, {"step": 3, "train": 5.0, "held_out": 5.5}]
     figure = draw_losses({"dilated": history, "dense": history[:2]}, bytes_per_step=500_000)

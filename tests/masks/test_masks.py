@@ -283,6 +283,7 @@ def test_functions_compose_with_a_user_s_own(is_causal: bool) -> None:
     assert_close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_functions_are_made_inside_a_compiled_function(is_causal: bool) -> None:
     torch._dynamo.reset()

@@ -112,6 +112,7 @@ def draw_marked(num_tiles: int, place: float, size: int) -> tuple[torch.Tensor, 
     return x, cells * 256, marked
 
 
+@pytest.mark.slow
 def test_relevance_for_a_class_finds_what_marks_it() -> None:
     """A head that reads what marked tiles add to the class token."""
     model = finds_marked_tiles(8)

@@ -38,6 +38,7 @@ def at(figure: Any, x: float, y: float, panel: int = 0, layer: int = 0) -> np.nd
     return image(figure, panel, layer)[int((y - top) / (bottom - top) * rows), int((x - left) / (right - left) * columns)]
 
 
+@pytest.mark.slow
 def test_every_tile_has_the_colour_of_its_weight() -> None:
     from matplotlib import colormaps
     from matplotlib.colors import to_rgba

@@ -202,6 +202,7 @@ def test_adapters_alone_are_trained() -> None:
     assert all("lora" in name or name.startswith("head") for name in changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tune", ["head", pytest.param("lora", marks=needs_peft), "all"])
 def test_a_saved_classifier_classifies_as_before_and_commands_draw_its_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tune: finetuning.Tune
@@ -260,6 +261,7 @@ def test_a_pack_of_one_tile_has_a_hidden_one() -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_pretraining_finds_hidden_tiles_better_than_their_mean() -> None:
     slides = make_smooth_slides(24, side=SIDE)
     variance = torch.cat([slide.x for slide in slides]).var(dim=0).mean().item()

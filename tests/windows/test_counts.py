@@ -116,6 +116,7 @@ def test_tiles_equal_a_look_at_every_pair(seed: int) -> None:
     assert len(draw_blocks(DilatedPattern(window=9), 61, 2, block_size=4).axes) == 1
 
 
+@pytest.mark.slow
 def test_layers_of_a_million_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     far = DilatedPattern((10**6,), (8,), window=8)
     for is_causal in (False, True):

@@ -132,6 +132,7 @@ def test_five_hundred_sequences_equal_the_definition() -> None:
     assert rejected > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_ranks_equal_the_definition(size: int) -> None:
     for seed in range(8):

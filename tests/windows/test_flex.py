@@ -56,6 +56,7 @@ def test_either_layout_equals_the_oracle(case: Case, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(run(flex_backend, case, mods), run(reference.dilated_attention, case, mods), **EXACT)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("pattern", [DilatedPattern(window=37), DilatedPattern((100,), (3,), window=130, heads="grouped")])
 def test_traced_flex_on_a_cpu_equals_the_oracle(pattern: DilatedPattern, monkeypatch: pytest.MonkeyPatch) -> None:

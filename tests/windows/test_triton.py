@@ -69,6 +69,7 @@ def test_a_window_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert not form or any(constants.get(marks[form]) for constants in windowed)
 
 
+@pytest.mark.slow
 def test_loops_visit_the_tiles_of_the_band_alone_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose tiles follow from the window, and whose code does not."""
     loaded: list[int] = []
