@@ -37,8 +37,7 @@ class Window(NamedTuple):
 
     def count_pairs(self, num_tokens: int, *, is_causal: bool) -> int:
         """The number of joined pairs in a sequence."""
-        size = min(self.size, num_tokens)
-        before = size * num_tokens - size * (size - 1) // 2  # and at the query itself
+        before = causal_window_pairs(min(self.size, num_tokens), num_tokens)
         return before if is_causal else 2 * before - num_tokens
 
 
@@ -126,6 +125,11 @@ def segments_among(branches: Iterable[object], consumer: str) -> tuple[Segments,
 def num_kept(length: int, rate: int, offset: int) -> int:
     """How many positions `offset, offset + rate, ...` lie below `length`."""
     return max(0, ceil_div(length - offset, rate))
+
+
+def causal_window_pairs(size: Any, num_tokens: Any) -> Any:
+    """The joined pairs of a causal window of at most `num_tokens` tokens in a sequence; numbers or arrays."""
+    return size * num_tokens - size * (size - 1) // 2
 
 
 def segment_counts(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]:

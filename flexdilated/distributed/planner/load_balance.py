@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexdilated.core.bounded_cache import recent
+from flexdilated.core.branch import causal_window_pairs
 from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expand_ranges, kept_below
 
 MOST = (5, 4)  # a rank takes 5/4 of its part of a segment's tokens at most: more would travel than it saves
@@ -66,9 +67,9 @@ def pairs_by_rows(cut: CutSegments) -> Integers:
 
 def _window_pairs(begin: Integers, end: Integers, size: int) -> Integers:
     """The pairs of a causal window of one head whose queries are between two positions of a document."""
-    near, far = (np.minimum(position, size) for position in (begin, end))
-    pairs: Integers = (far * (far + 1) - near * (near + 1)) // 2 + (end - far - begin + near) * size
-    return pairs
+    before, pairs = (causal_window_pairs(np.minimum(size, position), position) for position in (begin, end))
+    between: Integers = pairs - before
+    return between
 
 
 def _pairs_before(cut: CutSegments, position: Integers, num_tokens: Integers, w: Integers, rate: int, offset: int) -> Integers:
