@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexdilated.core.dispatch_key import DispatchKey
-from flexdilated.core.hardware import Hardware
+from flexdilated.core.hardware import Hardware, dtype_name
 
 FILE = Path(__file__).with_name("crossovers.json")
 DEFAULT = ("sdpa", "flex")  # the oracle, which takes O(N^2) memory, is never chosen unasked
@@ -99,7 +99,7 @@ def prefer(request: DispatchKey, crossovers: Iterable[Crossover] | None = None) 
     """
     if request.modified and (request.hardware.capability or (0, 0)) >= (8, 0) and not torch.are_deterministic_algorithms_enabled():
         return ("flex", "sdpa")
-    kind = (device_class(request.hardware), str(request.dtype).removeprefix("torch."), request.differentiable)
+    kind = (device_class(request.hardware), dtype_name(request.dtype), request.differentiable)
     measured = [c for c in (KEPT if crossovers is None else crossovers) if c[:3] == kind]
     if not measured:
         return DEFAULT

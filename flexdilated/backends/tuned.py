@@ -23,7 +23,7 @@ import torch
 from flexdilated.backends import crossovers
 from flexdilated.backends.crossovers import PROVEN, Crossover, device_class
 from flexdilated.core.dispatch_key import DispatchKey
-from flexdilated.core.hardware import cuda_level, detect
+from flexdilated.core.hardware import cuda_level, detect, dtype_name
 from flexdilated.core.tracing import answers_while_traced
 
 VARIABLE = "FLEXDILATED_CACHE"  # a folder, or OFF
@@ -245,11 +245,6 @@ def digest(code: str) -> str:
 def level_name(capability: Capability) -> str:
     """For example `sm_90`."""
     return device_class(cuda_level(capability))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """For example `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _stem(name: str, level: str) -> str:

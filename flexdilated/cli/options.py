@@ -16,6 +16,7 @@ from rich.table import Table
 
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.core.checks import why_not_connected
+from flexdilated.core.hardware import dtype_name
 from flexdilated.core.pattern import DilatedPattern
 
 EXAMPLE = DilatedPattern((2048, 4096, 8192), (1, 2, 4))  # without options that name a pattern
@@ -162,7 +163,7 @@ def device_of_rank(name: str) -> torch.device:
 
 def spelled(*dtypes: torch.dtype) -> str:
     """As options spell them."""
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return ", ".join(dtype_name(dtype) for dtype in dtypes)
 
 
 def check_picture(output: Path | None) -> None:

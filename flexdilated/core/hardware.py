@@ -39,6 +39,11 @@ class Hardware:
         return f"{self.device_type} sm_{major}{minor}"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """For example `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def detect(device: torch.device | str) -> Hardware:
     """The hardware of a torch device."""
     device = torch.device(device)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexdilated.core.hardware import dtype_name
 from flexdilated.slides import spatialdata
 
 # What embeddings are called: by Prov-GigaPath's pipeline, by CLAM and its descendants, by STAMP, by others.
@@ -380,7 +381,7 @@ def _slide_size(attributes: Mapping[str, Any]) -> tuple[float, float] | None:
 
 def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     """A dense tensor of one of the dtypes, of an array or tensor."""
-    spelled = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    spelled = ", ".join(dtype_name(dtype) for dtype in dtypes)
     if isinstance(value, np.ndarray):
         try:
             value = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), copy=False))

@@ -21,9 +21,9 @@ from flexdilated.attention import dilated_attention
 from flexdilated.backends import DispatchKey, tuned, why_not
 from flexdilated.backends.crossovers import ENOUGH, faster
 from flexdilated.backends.triton import backend as triton_backend
-from flexdilated.backends.tuned import WRONG, dtype_name
+from flexdilated.backends.tuned import WRONG
 from flexdilated.core.files import replaced
-from flexdilated.core.hardware import Hardware, detect, recommended_dtype
+from flexdilated.core.hardware import Hardware, detect, dtype_name, recommended_dtype
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.tuning.candidates import CANDIDATES, SLOW, Candidate, forced
 from flexdilated.tuning.checks import ENDED, Case, Runnable, definition_jobs, examined, verdict

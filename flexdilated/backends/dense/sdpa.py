@@ -11,7 +11,7 @@ from torch import Tensor
 from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import NO_FUNCTIONS, Kernel, Options, aligned, bias_of, disabled, with_positive_scale
 from flexdilated.core.dispatch_key import DispatchKey
-from flexdilated.core.hardware import SLOW_ON_CPU
+from flexdilated.core.hardware import SLOW_ON_CPU, dtype_name
 from flexdilated.core.lse import accumulated
 
 aten = torch.ops.aten
@@ -97,7 +97,7 @@ def _cuda_why_not(request: DispatchKey, level: tuple[int, int], dtypes: tuple[to
     if hardware.capability < level:
         return f"it needs sm_{level[0]}{level[1]} or newer"
     if request.dtype not in dtypes:
-        return f"it has no {_name(request.dtype)} kernel there"
+        return f"it has no {dtype_name(request.dtype)} kernel there"
     if request.dropout:
         return "attention dropout runs on the math kernel only"
     return NO_FUNCTIONS if request.modified else None
@@ -237,10 +237,6 @@ def _efficient_backward(
         scale=options.scale,
     )
     return dq, dk, dv
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def preferred(request: DispatchKey) -> tuple[Kernel, ...]:

@@ -17,7 +17,7 @@ import torch
 from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.triton.tiles import ROW_BYTES, is_aligned
 from flexdilated.core.dispatch_key import DispatchKey
-from flexdilated.core.hardware import ON_ROCM
+from flexdilated.core.hardware import ON_ROCM, dtype_name
 
 LEAST_VERSION = (3, 5)  # of torch 2.9
 LEAST_LEVEL = (8, 0)
@@ -114,7 +114,7 @@ def attempt(run: Callable[..., object], *arguments: Any) -> bool:
 
 
 def _device_why_not(request: DispatchKey) -> str | None:
-    hardware, dtype = request.hardware, str(request.dtype).removeprefix("torch.")
+    hardware, dtype = request.hardware, dtype_name(request.dtype)
     if hardware.device_type == "cpu" and INTERPRETED:
         if request.dtype not in INTERPRETED_DTYPES:
             return f"triton's interpreter computes no {dtype}; use backend='sdpa'"
