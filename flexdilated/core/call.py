@@ -77,6 +77,7 @@ class Call(NamedTuple):
         return DispatchKey.of(
             q,
             k,
+            self.pattern,
             self.key_padding_mask,
             self.cu_seqlens,
             self.dropout_p,
@@ -85,8 +86,6 @@ class Call(NamedTuple):
             and (self.score_mod_requires_grad or q.requires_grad or k.requires_grad or v.requires_grad),
             transformed=is_transformed(q, k, v),
             wants_lse=self.return_lse,
-            window=self.pattern.window is not None,
-            windows_alone=self.pattern.windows_alone,
             dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]),
         )
 

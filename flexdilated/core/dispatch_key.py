@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.hardware import Hardware, detect
+from flexdilated.core.pattern import DilatedPattern
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,14 @@ class DispatchKey:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, dropout_p: float, **wanted: bool
+        cls,
+        q: Tensor,
+        k: Tensor,
+        pattern: DilatedPattern,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        dropout_p: float,
+        **wanted: bool,
     ) -> DispatchKey:
         """What a call with queries `(B, N, H, D)` and keys `(B, N, Hkv, D)` asks; `wanted`: what the caller wants."""
         return cls(
@@ -50,5 +58,7 @@ class DispatchKey:
             dropout=dropout_p > 0.0,
             packed=cu_seqlens is not None,
             num_tokens=q.shape[1],
+            window=pattern.window is not None,
+            windows_alone=pattern.window is not None and pattern.detaches,
             **wanted,
         )

@@ -253,9 +253,9 @@ class DilatedPattern:
         return split_kinds(self.branches, consumer)
 
     @property
-    def windows_alone(self) -> bool:
-        """Whether the gradient needs the lse of the window alone (`detach_weights`): its pairs must then be computed together."""
-        return self.window is not None and self.detach_weights and len(self.branches) > 1
+    def detaches(self) -> bool:
+        """Whether `detach_weights` changes a gradient: one branch alone has a mixing weight of 1."""
+        return self.detach_weights and len(self.branches) > 1
 
     def segments(self, consumer: str) -> tuple[Segments, ...]:
         """The branches, for code that knows segments alone.

@@ -116,10 +116,9 @@ class PieceLoop:
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
         pattern = op_options.pattern
-        self.detaches = pattern.detach_weights and len(pattern.branches) > 1
+        self.detaches = pattern.detaches
         self._backend = op_options.engine
-        wanted = {"window": pattern.window is not None, "windows_alone": pattern.windows_alone}
-        self._request = DispatchKey.of(q, k, key_padding_mask, cu_seqlens, op_options.dropout_p, **wanted)
+        self._request = DispatchKey.of(q, k, pattern, key_padding_mask, cu_seqlens, op_options.dropout_p)
         self.kernel = choose_kernel(op_options.engine, self._request)
         self.pieces, self.in_place = pieces, None
         if self.kernel.in_place is not None:
@@ -133,7 +132,7 @@ class PieceLoop:
         self._key_padding_mask = None if key_padding_mask is None else key_padding_mask[:, :, None].expand(-1, -1, k.shape[2])
         row_bytes, limit = (self.group * q.shape[3] * q.element_size(), CPU_SLAB_BYTES) if self._packs else (0, GRID_LIMIT)
         cuts, apart = (q.shape[0], q.shape[1], self.group, limit, row_bytes), key_padding_mask is not None or self.group > 1
-        self.plan = _plan(pieces, self.kernel.windows, pattern.windows_alone, op_options.scale, cuts, apart)
+        self.plan = _plan(pieces, self.kernel.windows, pattern.detaches, op_options.scale, cuts, apart)
         self.pieces = self.plan.pieces
 
     def rows(self, *queries: Tensor, keys: tuple[Tensor, ...] = ()) -> Iterator[Rows]:
@@ -153,14 +152,15 @@ class PieceLoop:
 
     def slabs(self) -> Iterable[Slab]:
         """All slabs, in the order of the pieces."""
-        is_whole = self._key_padding_mask is None and self._dropout is None
-        return self.plan.slabs if is_whole else map(self._with_values, self.plan.slabs)
+        if self._key_padding_mask is None and self._dropout is None:
+            return self.plan.slabs
+        ignored = None if self._key_padding_mask is None else next(self.rows(keys=(self._key_padding_mask,)))
+        return (self._with_values(slab, ignored) for slab in self.plan.slabs)
 
-    def _with_values(self, slab: Slab) -> Slab:
+    def _with_values(self, slab: Slab, ignored: Rows | None) -> Slab:
         """A slab whose options hold the values of this call."""
         options = slab.options
-        if self._key_padding_mask is not None:
-            (ignored,) = self.rows(keys=(self._key_padding_mask,))
+        if ignored is not None:
             options = options._replace(ignored=ignored.box(slab)[:, :, :, 0, 0].flatten(0, 2))
         if self._dropout is not None:
             options = options._replace(dropout=self._dropout._replace(seed=fold_in(self._dropout.seed, slab.number)))

@@ -28,7 +28,7 @@ def dense_pieces(pieces: tuple[Piece, ...], masks: bool, alone: bool) -> tuple[P
     found: list[Piece] = []
     covered = True
     for piece in pieces:
-        if piece.low == -UNBOUNDED:
+        if not piece.is_banded:
             found.append(piece)
         elif masks and (alone or -piece.low < LONG):
             found += _chunks(piece)

@@ -93,7 +93,7 @@ def bytes_received(plan: ContextPlan, exchange: str, *, rows: Counts | None = No
     forward = kv.received * size.kv + q.received * size.q + out.received * size.out
     backward = kv.sent * size.dkv + q.sent * size.q + out.sent * size.dout
     if exchange == "ring":  # keys travel again: once for the gradients, and once for the branches' own outputs
-        backward = backward + (1 + plan.detaches) * kv.received * size.kv
+        backward = backward + (1 + plan.pattern.detaches) * kv.received * size.kv
     return forward, backward
 
 

@@ -57,7 +57,7 @@ class WindowParts(NamedTuple):
 
     The rank holds the queries `query ... query_end` and computes their window pairs with the keys `key ... key_end`, all tokens of
     the whole sequence. These keys belong to other ranks, before or after its own tokens. Only under
-    `DilatedPattern.windows_alone` they are all keys that the queries see.
+    `DilatedPattern.detaches` they are all keys that the queries see.
     """
 
     rank: Integers
@@ -104,11 +104,6 @@ class CutSegments:
     def limits(self) -> Integers:
         """`borders` as an array."""
         return np.array(self.borders, np.int64)
-
-    @property
-    def detaches(self) -> bool:
-        """Whether a gradient needs the own softmax of each branch."""
-        return self.pattern.detach_weights and len(self.pattern.branches) > 1
 
     @cached_property
     def rates(self) -> Integers:
@@ -204,7 +199,7 @@ class CutSegments:
             key = np.maximum(start, query - reach)
             key_end = query_end if self.is_causal else np.minimum(stop, query_end + reach)
             is_cut = key_end > query_end if is_after else key < query
-            if self.pattern.windows_alone:
+            if self.pattern.detaches:
                 pass
             elif is_after:
                 query, key = np.maximum(query, query_end - reach), query_end

@@ -125,7 +125,7 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
         if branch == len(plan.lengths):
             # Inside the shard, the part of a document is treated as a document of its own.
             first, stop = np.maximum(start, begin), np.minimum(start + num_tokens, end)
-            left_out = plan.window_parts.query[plan.window_parts.rank == rank] if plan.pattern.windows_alone else NOBODY
+            left_out = plan.window_parts.query[plan.window_parts.rank == rank] if plan.pattern.detaches else NOBODY
             is_whole = (first < stop) & ~np.isin(first, left_out)
             first, stop = first[is_whole] - begin, stop[is_whole] - begin
             documents = [(token, count, None) for token, count in zip(first.tolist(), (stop - first).tolist())]

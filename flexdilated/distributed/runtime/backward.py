@@ -38,7 +38,7 @@ def context_backward(
     grads = Gradients(buffers, *local_grads)
     wait_for_outputs()
     grads_by_task = _split_by_task(work, outputs, remote)
-    if work.plan.detaches:
+    if work.plan.pattern.detaches:
         grads_by_task = _with_own_outputs(work, grads_by_task, transport, received=is_received)
         is_received = True
     # In a ring, the gradients of one rank's keys return while those of the next are computed: two more messages of memory than the

@@ -109,7 +109,7 @@ def attend_modified(
         buffers.receive_into(received)
         local, sent = _tasks(buffers, call)
         layers += local
-        via, detaches = rows.out, plan.detaches
+        via, detaches = rows.out, plan.pattern.detaches
         if via.sends or via.receives:
             sent_q = q.new_empty(buffers.batch, via.num_sent, buffers.group, buffers.head_dim)
             out, lse = mix(sent, sent_q, buffers.group, detach_weights=detaches)
