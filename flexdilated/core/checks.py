@@ -146,15 +146,16 @@ def why_not_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) 
     )
 
 
-def check_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
+def check_losses(pattern: DilatedPattern, num_tokens: int | None, num_heads: int, is_causal: bool) -> None:
     """Warn once of a token that no head keeps, and of a causal model that is not connected. Compiled code does not warn.
 
-    Published patterns do not warn: `DilatedPattern.longnet()`, and those with zero keys.
+    Published patterns do not warn: `DilatedPattern.longnet()`, and those with zero keys. `num_tokens` None: the longest segment.
 
     Raises:
         ValueError: As `DilatedPattern.check_heads`.
     """
     pattern.check_heads(num_heads)
+    num_tokens = max(pattern.segment_lengths, default=2) if num_tokens is None else num_tokens
     if not torch.compiler.is_compiling() and type(num_tokens) is int:
         warn_of_losses(pattern, num_tokens, num_heads, is_causal)
 

@@ -90,7 +90,7 @@ class DilatedKVCache:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         total = num_kv_heads if total_kv_heads is None else total_kv_heads
         check_sizes(pattern, Sizes(batch_size, num_kv_heads, head_dim, dtype), max_length, first_head, total)
-        check_losses(pattern, max_length or max(pattern.segment_lengths, default=2), total, is_causal=True)
+        check_losses(pattern, max_length, total, is_causal=True)
         if (refusal := cache_refusal(pattern, max_length)) is not None:
             raise NotImplementedError(refusal)
         self.pattern, self.max_length, self.first_head, self.total_kv_heads = pattern, max_length, first_head, total

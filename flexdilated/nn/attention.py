@@ -14,6 +14,7 @@ from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.core.call import EXCHANGES, MaskMod, ScoreMod
 from flexdilated.core.checks import check_dense, check_losses, check_options
+from flexdilated.core.hardware import dtype_name
 from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode import DilatedKVCache
@@ -243,7 +244,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.attention = DilatedAttention(
             pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, backend=backend, mesh=mesh, exchange=exchange
         )
-        check_losses(pattern, max(pattern.segment_lengths, default=2), num_kv_heads, is_causal)
+        check_losses(pattern, None, num_kv_heads, is_causal)
         set_initial_projections(self, gamma_init)
         self.reset_parameters()
 
@@ -420,5 +421,5 @@ class MultiheadDilatedAttention(nn.Module):
 
 def _kind(shape: tuple[int, ...], weight: Tensor, bias: Tensor | None) -> str:
     """A projection in words."""
-    dtype = str(weight.dtype).removeprefix("torch.")
+    dtype = dtype_name(weight.dtype)
     return f"shape {shape} in {dtype} on {weight.device} {'without' if bias is None else 'with'} bias"

@@ -71,7 +71,7 @@ def set_pattern(
     elif tokens is not None or budget is not None:
         raise ValueError(f"tokens and budget must come with pattern='auto', got {tokens} and {budget} with {pattern}")
     if heads is not None:
-        check_losses(pattern, max(pattern.segment_lengths, default=2), heads, is_causal)
+        check_losses(pattern, None, heads, is_causal)
     config.dilated_pattern = pattern.to_dict()
     config._attn_implementation = NAME
     record_implementation(config)
