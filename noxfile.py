@@ -68,7 +68,7 @@ def _pytest(session: nox.Session, *arguments: str, env: dict[str, str] | None = 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small LongNet on the sources of Python's standard library (four to ten minutes on 2 cores)."""
+    """Train a small LongNet on the sources of Python's standard library (three to ten minutes on 2 cores)."""
     session.install(f"torch=={TORCH}")
     session.install("-e", ".[cli,plot]", f"torch=={TORCH}")
     session.run("flexdilated", "train", "--output", "runs/demo", "--overwrite", *session.posargs)
