@@ -18,7 +18,7 @@ nox.options.default_venv_backend = "virtualenv"
 
 TORCH = "2.13.0"  # what development and CI use
 TORCH_VERSIONS = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # the oldest supported one first
-TRANSFORMERS_VERSIONS = ("5.12.0", "5.23.0")  # the oldest supported one, and the newest when this was written
+TRANSFORMERS_VERSIONS = ("5.12.0", "5.24.0")  # the oldest supported one, and the newest when this was written
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 CHECKS = ("lint", "types", "types_pythons", "hooks", "hosting", "api", "build")
 RELEASE = (*CHECKS, "tests", "tests_sweep", "tests_python", "tests_torch", "minimums", "docs")

@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="needs the extra: pip install flexdil
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from flexdilated.hub.transformers import DilatedCache
+from flexdilated.hub.transformers.cache import CACHE
 
 PATTERN = DilatedPattern.longnet()
 STEPS = 16  # tokens per timed call
@@ -37,7 +38,7 @@ def last_logits(llama: Any, cache: Any, tokens: Tensor, chunk: int) -> Tensor:
     """Logits of the last token, of a row of tokens read in chunks."""
     with torch.no_grad():
         for part in tokens.split(chunk, dim=1):
-            out = llama(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            out = llama(part, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits
     return out
 
 

@@ -16,6 +16,7 @@ from tests.tolerances import SINGLE
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
 from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 
 WINDOW = 5
 MIXED = {**DECODER, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
@@ -81,5 +82,5 @@ def test_beams_and_drafts_follow_a_window() -> None:
     for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
         batch = tokens if "num_beams" in options else tokens[:1].repeat(1, 2)
         expected = own.generate(batch, max_new_tokens=12, do_sample=False, use_cache="num_beams" not in options, **options)
-        drawn = model.generate(batch, max_new_tokens=12, do_sample=False, past_key_values=hub.DilatedCache(), **options)
+        drawn = model.generate(batch, max_new_tokens=12, do_sample=False, **{CACHE: hub.DilatedCache()}, **options)
         assert torch.equal(drawn, expected)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from flexdilated.core.call import Call
 from flexdilated.core.integers import is_integer
@@ -20,6 +21,7 @@ from flexdilated.hub.transformers.positions import first_real, shifted
 # call is recorded. So the last calls are kept, of more tokens than are drafted at once.
 IS_TOLD = hasattr(Cache, "activate_past_recording")
 MOST_RECORDED = 1024 if IS_TOLD else 64
+CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"  # the name of the argument, new in 5.24
 LAYER = "_dilated_layer"  # the attribute by which the attention function finds the layer of the keys that it is given
 
 
@@ -170,7 +172,7 @@ class DilatedCache(Cache):
     Keys and values that the library crops away (assisted generation) leave rows in their place that were overwritten: they are kept
     from call to `crop`, of the last 1,024 tokens or so. For inference: no gradients.
 
-        model.generate(tokens, past_key_values=DilatedCache())
+        model.generate(tokens, cache=DilatedCache())  # past_key_values= before transformers 5.24
 
     `torch.compile(fullgraph=True)` may compile all calls but the first, which allocates.
 
@@ -224,7 +226,7 @@ class DilatedCache(Cache):
 
     def _refuse_states(self, *args: Any, **options: Any) -> NoReturn:
         raise NotImplementedError(
-            "past_key_values must be the library's own cache in a model whose layers keep other states, of convolutions, "
+            f"{CACHE} must be the library's own cache in a model whose layers keep other states, of convolutions, "
             "recurrences or indexers, got a DilatedCache, which holds keys and values; use DynamicCache(config=model.config)"
         )
 

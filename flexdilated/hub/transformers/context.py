@@ -17,6 +17,7 @@ from flexdilated.core.call import EXCHANGES
 from flexdilated.distributed.consistency import MOST_ITEMS, Fields, compare, one_call
 from flexdilated.distributed.mesh import group_of
 from flexdilated.distributed.sharding import local_shard_lengths
+from flexdilated.hub.transformers.cache import CACHE
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.nn.attention import DilatedAttention, MultiheadDilatedAttention
 from flexdilated.nn.longnet import LongNetLM
@@ -139,13 +140,19 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return {**dict(zip(inspect.signature(module.forward).parameters, args)), **kwargs}
 
 
+def _cache_of(arguments: dict[str, Any]) -> Any:
+    """The cache that a call is given, by its new name or its old one."""
+    old = arguments.get("past_key_values")
+    return arguments.get(CACHE) if old is None else old
+
+
 def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     arguments = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
     if arguments.get("output_router_logits") or getattr(module.config, "output_router_logits", False):
         raise NotImplementedError(f"output_router_logits must be False {SHARDED}, got True: its loss is no sum over tokens")
     num_logits = arguments.get("logits_to_keep", 0)
-    has_cache = arguments.get("use_cache") or arguments.get("past_key_values") is not None
+    has_cache = arguments.get("use_cache") or _cache_of(arguments) is not None
     if not (isinstance(num_logits, int) and num_logits == 0) and not has_cache:  # which the base model refuses
         raise NotImplementedError(
             f"logits_to_keep must be 0 {SHARDED}, got {num_logits}: it would keep the last tokens of each shard"
@@ -207,9 +214,9 @@ def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     context.packing_options = tuple(name for name in ("cu_seq_lens_q", "shard_lengths") if arguments.get(name) is not None)
     tokens = arguments.get("input_ids")
     tokens = arguments["inputs_embeds"] if tokens is None else tokens
-    if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
+    if _cache_of(arguments) is not None or arguments.get("use_cache"):
         raise NotImplementedError(
-            f"use_cache must be False and past_key_values None {SHARDED}, got a cache; a model without a mesh generates"
+            f"use_cache must be False and {CACHE} None {SHARDED}, got a cache; a model without a mesh generates"
         )
     parameters = inspect.signature(module.forward).parameters
     if "use_cache" in parameters:

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from flexdilated.core.integers import is_integer
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode.arguments import cache_refusal
-from flexdilated.hub.transformers.cache import DilatedCache, check_padding
+from flexdilated.hub.transformers.cache import CACHE, DilatedCache, check_padding
 from flexdilated.hub.transformers.context import IGNORED
 from flexdilated.hub.transformers.interface import REFUSED
 from flexdilated.hub.transformers.patterns import NAME, pattern_of
@@ -174,6 +174,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
+        cache: DilatedCache | None = None,
         **packed: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token that follows each of `input_ids`, and the loss against `labels`.
@@ -184,13 +185,14 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             inputs_embeds: Must be None; adapters hand it on.
             labels: `(B, N)`, as `input_ids` (the loss moves them by one), -100 where nothing is learned. The first label of each
                 packed document is ignored.
-            past_key_values: The cache that these tokens follow, and join.
+            past_key_values: The name of `cache` before transformers 5.24.
             use_cache: Whether to make one where none is given. Default: no.
             return_dict: Whether to return a `CausalLMOutputWithPast`, or a tuple. Default: what the config says.
             num_items_in_batch: Divides the summed loss, where `Trainer` accumulates gradients.
             output_attentions: Must not be True, here or in the config.
             output_hidden_states: Must not be True, here or in the config.
             logits_to_keep: Only the last so many logits. Default: all.
+            cache: The cache that these tokens follow, and join.
             **packed: `cu_seq_lens_q` and `cu_seq_lens_k`, `(documents + 1,)`, the borders of packed documents, for B = 1.
                 `max_length_q` and `max_length_k` follow from them, and are not needed. `shift_labels`, `(B, N)`: the labels already
                 moved by one; `labels` must come too, and does not count. `shard_lengths`: the tokens of each rank, after
@@ -208,12 +210,13 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             raise TypeError(f"LongNetForCausalLM.forward() got an unexpected keyword argument {unknown[0]!r}")
         if inputs_embeds is not None:
             raise NotImplementedError("inputs_embeds must be None in LongNetForCausalLM, got a tensor; give input_ids")
-        if past_key_values is None and use_cache:
-            past_key_values = DilatedCache()
-        if not isinstance(past_key_values, DilatedCache | None):
-            raise NotImplementedError(
-                f"past_key_values must be a DilatedCache in LongNetForCausalLM, got {type(past_key_values).__name__}"
-            )
+        if cache is not None and past_key_values is not None:
+            raise ValueError("cache and past_key_values are two names of one argument, got both")
+        cache = past_key_values if cache is None else cache
+        if cache is None and use_cache:
+            cache = DilatedCache()
+        if not isinstance(cache, DilatedCache | None):
+            raise NotImplementedError(f"{CACHE} must be a DilatedCache in LongNetForCausalLM, got {type(cache).__name__}")
         if not is_integer(logits_to_keep) or logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be an integer of at least 0 in LongNetForCausalLM, got {logits_to_keep!r}")
         for name, value, reason in (
@@ -229,7 +232,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must have shape (B, N), got {tuple(input_ids.shape)}")
-        num_seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        num_seen = 0 if cache is None else cache.get_seq_length()
         if attention_mask is not None and attention_mask.shape != (input_ids.shape[0], num_seen + input_ids.shape[1]):
             expected = f"{tuple(input_ids.shape)} behind {num_seen} tokens seen" if num_seen else tuple(input_ids.shape)
             raise ValueError(f"attention_mask must have the shape of input_ids={expected}, got {tuple(attention_mask.shape)}")
@@ -241,10 +244,10 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         borders = borders_of(None, input_ids, packed)
         if borders is not None and real is not None:
             raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
-        if past_key_values is not None:
+        if cache is not None:
             if borders is not None:
                 raise NotImplementedError("cu_seq_lens_q must be None with a DilatedCache, got borders")
-            logits = self._decode(input_ids, real, past_key_values, last_only=logits_to_keep == 1)
+            logits = self._decode(input_ids, real, cache, last_only=logits_to_keep == 1)
         elif real is None:
             logits = self.model(input_ids, cu_seqlens=borders, shard_lengths=packed.get("shard_lengths"))
         else:
@@ -268,7 +271,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 num_items_in_batch=num_items_in_batch,
                 shift_labels=shift_labels,
             )
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def _decode(self, tokens: Tensor, real: Tensor | None, cache: DilatedCache, *, last_only: bool) -> Tensor:
@@ -292,7 +295,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             raise NotImplementedError(
                 f"cache_implementation must be None in LongNetForCausalLM, whose cache is a DilatedCache, got {implementation!r}"
             )
-        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+        if generation_config.use_cache is False or model_kwargs.get(CACHE) is not None:
             return
         is_assistant = bool(getattr(generation_config, "is_assistant", False))  # its cache goes on in longer calls
         # Drafts may go beyond the last token.
@@ -301,9 +304,9 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         if not self._can_decode(max_length):
             generation_config.use_cache = False
             return
-        model_kwargs["past_key_values"] = DilatedCache(max_length)
+        model_kwargs[CACHE] = DilatedCache(max_length)
         if is_assistant:
-            model_kwargs["past_key_values"].activate_past_recording()
+            model_kwargs[CACHE].activate_past_recording()
 
     def _can_decode(self, max_length: int | None) -> bool:
         if cache_refusal(self.model.config.pattern, max_length) is not None:

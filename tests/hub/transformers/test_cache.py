@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra: pip 
 
 from flexdilated.hub import transformers as hub  # noqa: E402
 from flexdilated.hub.transformers import DilatedCache  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +45,13 @@ def test_rejected_tokens_leave_no_trace() -> None:
     done, drafts = 0, [13, 5, 4, 7, 3, 6]
     for length, rejected in zip(drafts, [0, 4, 2, 3, 3, 5]):
         wrong = torch.cat([tokens[:, done : done + length - rejected], models.draw_tokens(num_tokens=rejected)], dim=1)
-        logits = model(wrong, past_key_values=cache, use_cache=True).logits
+        logits = model(wrong, **{CACHE: cache}, use_cache=True).logits
         kept = length - rejected
         torch.testing.assert_close(logits[:, :kept], expected[:, done : done + kept], **EXACT)
         cache.crop(-rejected)
         done += kept
         assert cache.get_seq_length() == done
-    torch.testing.assert_close(model(tokens[:, done:], past_key_values=cache, use_cache=True).logits, expected[:, done:], **EXACT)
+    torch.testing.assert_close(model(tokens[:, done:], **{CACHE: cache}, use_cache=True).logits, expected[:, done:], **EXACT)
 
 
 def test_sequences_are_selected_and_repeated() -> None:
@@ -58,7 +59,7 @@ def test_sequences_are_selected_and_repeated() -> None:
     expected, cache = model(tokens, use_cache=False).logits, DilatedCache()
     decode(model, tokens[:, :14], cache, [14])
     cache.batch_select_indices(torch.tensor([2, 0]))
-    given = {"past_key_values": cache, "use_cache": True}
+    given = {CACHE: cache, "use_cache": True}
     torch.testing.assert_close(model(tokens[[2, 0], 14:17], **given).logits, expected[[2, 0], 14:17], **EXACT)
     cache.batch_repeat_interleave(2)
     rows = [2, 2, 0, 0]
@@ -90,7 +91,7 @@ def test_memory_does_not_grow_after_assisted_generation() -> None:
     model = models.build("Llama", models.RAGGED, max_position_embeddings=8192)
     cache, sizes, most = DilatedCache(), [], hub.cache.MOST_RECORDED
     options = {"do_sample": False, "eos_token_id": 1000, "max_new_tokens": 9, "prompt_lookup_num_tokens": 3}
-    model.generate(models.draw_tokens(1), past_key_values=cache, **options)
+    model.generate(models.draw_tokens(1), **{CACHE: cache}, **options)
     for _ in range(4):
         decode(model, models.draw_tokens(1, most), cache, [64] * (most // 64))
         past = [call for layer in cache.layers for call in layer.kv._past]
@@ -109,11 +110,11 @@ def test_calls_after_the_first_compile_once() -> None:
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="the first call with a DilatedCache must not be compiled"):
-        compiled(tokens[:, :9], past_key_values=DilatedCache(), use_cache=True)
+        compiled(tokens[:, :9], **{CACHE: DilatedCache()}, use_cache=True)
     decode(model, tokens[:, :9], cache, [9])
     counter.clear()
     for at in range(9, models.TOKENS):
-        logits = compiled(tokens[:, at : at + 1], past_key_values=cache, use_cache=True).logits
+        logits = compiled(tokens[:, at : at + 1], **{CACHE: cache}, use_cache=True).logits
         torch.testing.assert_close(logits, expected[:, at : at + 1], **EXACT)
     assert counter.frame_count <= 2  # a number of tokens seen, then any number
 
@@ -129,28 +130,28 @@ def test_what_a_cache_cannot_hold_is_refused() -> None:
         models.mask_of([models.TOKENS] * 3, "left").index_fill(1, torch.tensor([5]), 0),
     ):
         with pytest.raises(ValueError, match="attention_mask must have its padding before the tokens of a sequence"):
-            model(tokens, attention_mask=mask, past_key_values=DilatedCache(), use_cache=True)
+            model(tokens, attention_mask=mask, **{CACHE: DilatedCache()}, use_cache=True)
     decode(model, tokens[:, :13], cache, [13])
     for layer in cache.layers:
         layer.record_past = False
-    model(tokens[:, 13:14], past_key_values=cache, use_cache=True)
+    model(tokens[:, 13:14], **{CACHE: cache}, use_cache=True)
     with pytest.raises(ValueError, match="length must end in the segment that is stored"):
         cache.crop(-6)
     model.config.dilated_pattern = models.INTERLEAVED
     with pytest.raises(ValueError, match=r"config\.dilated_pattern must stay .* while a DilatedCache is in use"):
-        model(tokens[:, 14:], past_key_values=cache, use_cache=True)
+        model(tokens[:, 14:], **{CACHE: cache}, use_cache=True)
     model.config.dilated_pattern = models.RAGGED
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="q must not require a gradient"):
-        model(tokens, past_key_values=DilatedCache(), use_cache=True)
+        model(tokens, **{CACHE: DilatedCache()}, use_cache=True)
 
 
 def test_attention_that_does_not_ask_the_cache_is_refused() -> None:
     """Its first outputs are right, since all keys are in the call; later ones would miss those before."""
     model, tokens, cache = models.build("Llama", models.RAGGED), models.draw_tokens(), DilatedCache()
     models.make_dense(model)
-    model(tokens[:, :14], past_key_values=cache, use_cache=True)
+    model(tokens[:, :14], **{CACHE: cache}, use_cache=True)
     with pytest.raises(NotImplementedError, match="attn_implementation must be 'flexdilated' with a DilatedCache"):
-        model(tokens[:, 14:], past_key_values=cache, use_cache=True)
+        model(tokens[:, 14:], **{CACHE: cache}, use_cache=True)
 
 
 @pytest.mark.parametrize("first", ["conv", "full_attention"])
@@ -159,8 +160,8 @@ def test_layers_with_states_of_their_own_are_refused(first: str) -> None:
     sizes = {"vocab_size": 31, "hidden_size": 24, "intermediate_size": 16, "num_attention_heads": 6, "num_key_value_heads": 2}
     config = transformers.Lfm2Config(**sizes, num_hidden_layers=2, layer_types=kinds, **models.dilated(models.RAGGED))
     model = transformers.Lfm2ForCausalLM(config).eval()
-    with pytest.raises(NotImplementedError, match="past_key_values must be the library's own cache in a model whose layers keep"):
-        model(models.draw_tokens(), past_key_values=DilatedCache(), use_cache=True)
+    with pytest.raises(NotImplementedError, match=f"{CACHE} must be the library's own cache in a model whose layers keep"):
+        model(models.draw_tokens(), **{CACHE: DilatedCache()}, use_cache=True)
 
 
 def test_keys_that_two_layers_share_are_refused() -> None:

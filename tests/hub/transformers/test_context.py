@@ -19,6 +19,7 @@ from tests.tolerances import EXACT, SINGLE
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
 from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 from tests.hub.transformers.models import GROUPED, INTERLEAVED, RAGGED, build, dilated, longnet  # noqa: E402
 from tests.hub.transformers.test_sinks import gpt_oss  # noqa: E402
 
@@ -170,9 +171,10 @@ def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -
         model(tokens, attention_mask=mask)
     with pytest.raises(NotImplementedError, match="logits_to_keep must be 0 in a model over a mesh, got 1: it would keep"):
         model(tokens, logits_to_keep=1)
-    with pytest.raises(NotImplementedError, match="use_cache must be False and past_key_values None in a model over a mesh"):
-        model(tokens, use_cache=True)
-    with pytest.raises(NotImplementedError, match="use_cache must be False and past_key_values None in a model over a mesh"):
+    for given in ({"use_cache": True}, {CACHE: hub.DilatedCache()}):
+        with pytest.raises(NotImplementedError, match=f"use_cache must be False and {CACHE} None in a model over a mesh"):
+            model(tokens, **given)
+    with pytest.raises(NotImplementedError, match=f"use_cache must be False and {CACHE} None in a model over a mesh"):
         model.generate(tokens, max_new_tokens=2)
     for given in ({}, {"shift_labels": tokens}):
         missing = "num_items_in_batch" if given else "shift_labels"

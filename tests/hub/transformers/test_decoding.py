@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra: pip 
 from transformers.cache_utils import DynamicCache, StaticCache  # noqa: E402
 
 from flexdilated.hub.transformers import DilatedCache  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 
 CHUNKS = [9, 1, 1, 4, 5, 1, 1, 1]
 CACHES = ["dynamic", "static", "bounded"]
@@ -35,7 +36,7 @@ def decode(model: Any, tokens: Tensor, cache: Any, chunks: list[int], mask: Tens
         if mask is not None:
             seen = mask[:, : done + size]
             options = {"attention_mask": seen, "position_ids": (seen.cumsum(-1) - 1).clamp(min=0)[:, done:]}
-        part = model(tokens[:, done : done + size], past_key_values=cache, use_cache=True, **options)
+        part = model(tokens[:, done : done + size], **{CACHE: cache}, use_cache=True, **options)
         logits.append(part.logits)
         done += size
     assert done == tokens.shape[1]
@@ -86,7 +87,7 @@ def test_decoding_does_not_read_rows_that_were_never_written() -> None:
         for layer in cache.layers:
             layer.keys[:, :, 14:] = math.nan
             layer.values[:, :, 14:] = math.nan
-        logits = model(tokens[:, 14:], past_key_values=cache, use_cache=True).logits
+        logits = model(tokens[:, 14:], **{CACHE: cache}, use_cache=True).logits
         expected = model(tokens, use_cache=False).logits[:, 14:]
     torch.testing.assert_close(logits, expected, **EXACT)
 
@@ -121,7 +122,7 @@ def test_generate_equals_generate_without_a_cache(name: str, cache: str, options
     model, tokens, mask = build(name, INTERLEAVED), draw_tokens(), mask_of([TOKENS, 17, 5], "left")
     options = {"max_new_tokens": 19, "do_sample": False, "attention_mask": mask, **options}
     made: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
-    made = {"past_key_values": DilatedCache()} if cache == "bounded" else made
+    made = {CACHE: DilatedCache()} if cache == "bounded" else made
     torch.manual_seed(3)
     generated = model.generate(tokens, **options, **made)
     torch.manual_seed(3)
@@ -137,7 +138,7 @@ def test_drafted_and_chunked_generation_equals_generation_without_a_cache(option
     options = {**options, "assistant_model": build("Llama", RAGGED)} if "assistant_model" in options else options
     length = {"max_new_tokens": 19, "do_sample": False, "eos_token_id": 1000}  # prompt lookup of older versions needs one
     rows = make(cache, model)
-    generated = model.generate(tokens, past_key_values=rows, **length, **options)
+    generated = model.generate(tokens, **{CACHE: rows}, **length, **options)
     torch.testing.assert_close(generated, model.generate(tokens, **length, use_cache=False), rtol=0, atol=0)
     assert rows.get_seq_length() == TOKENS + 18  # the last token is not read
 

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra: pip 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 from tests.hub.transformers import survey  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "transformers.md"
@@ -86,7 +87,7 @@ def test_decoders_decode_by_either_cache_behind_padding(family: str) -> None:
         parts = []
         for first, last in ((0, 9), (9, 10), (10, 14), (14, 23)) if cache is not None else ((0, 23),):
             given = {"attention_mask": mask[:, :last], "position_ids": positions[:, first:last]}
-            parts.append(model(tokens[:, first:last], **given, past_key_values=cache, use_cache=cache is not None).logits)
+            parts.append(model(tokens[:, first:last], **given, **{CACHE: cache}, use_cache=cache is not None).logits)
         return torch.cat(parts, dim=1)[mask.bool()]
 
     expected = logits(None)

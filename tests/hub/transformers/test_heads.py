@@ -18,6 +18,7 @@ from tests.tolerances import EXACT, SINGLE
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
 from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 from flexdilated.hub.transformers.heads import find_head_shard  # noqa: E402
 
 HEADS, TOKENS = 12, 23
@@ -150,7 +151,7 @@ def test_tensor_parallel_models_equal_one_process(rank: int, world: DeviceMesh, 
         compare(one, shared, {"input_ids": tokens, "labels": tokens, "attention_mask": mask}, of_gradients=plan == "auto")
         generated = [model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False) for model in (one, shared)]
         torch.testing.assert_close(*generated, rtol=0, atol=0)
-        options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "past_key_values": hub.DilatedCache()}
+        options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, CACHE: hub.DilatedCache()}
         torch.testing.assert_close(shared.generate(tokens, **options), generated[0], rtol=0, atol=0)
     refuses_what_has_no_place(one)
 

@@ -32,6 +32,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra: pip 
 from transformers.masking_utils import bidirectional_mask_function  # noqa: E402
 
 from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "Bert", "ViT"])
@@ -173,11 +174,11 @@ def test_documents_that_the_library_does_not_notice_are_refused(name: str, cache
         if cache == "none" and (mask is None or bool(mask.all())):
             continue
         with pytest.raises(NotImplementedError, match=r"position_ids must rise by 1 with .* pass use_cache=False and no"):
-            model(tokens, position_ids=packed, past_key_values=make[cache](), **options)
+            model(tokens, position_ids=packed, **{CACHE: make[cache]()}, **options)
         if cache == "bounded" and mask is not None and not mask[1, -1]:
             continue  # padding behind tokens
         rising = torch.arange(3, TOKENS + 3)[None] if mask is None else (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
-        logits = model(tokens, position_ids=rising, past_key_values=make[cache](), **options).logits
+        logits = model(tokens, position_ids=rising, **{CACHE: make[cache]()}, **options).logits
         torch.testing.assert_close(logits[0], expected[0], **SINGLE)  # of relative positions
 
 
@@ -200,13 +201,13 @@ def test_a_soft_cap_of_scores_is_the_librarys(how: str) -> None:
         make = transformers.DynamicCache if how == "dynamic" else transformers.StaticCache
         cache = make(config=config) if how == "dynamic" else make(config=config, max_cache_len=TOKENS + 5)
         with torch.no_grad():
-            logits = [model(part, past_key_values=cache).logits for part in tokens.split((11, 1, TOKENS - 12), dim=1)]
+            logits = [model(part, **{CACHE: cache}).logits for part in tokens.split((11, 1, TOKENS - 12), dim=1)]
         return torch.cat(logits, dim=1)
 
     found = outputs()
     if how == "dynamic":
         with pytest.raises(NotImplementedError, match="softcap must be None with a DilatedCache, got a cap; use a dynamic"):
-            model(tokens, past_key_values=hub.DilatedCache())
+            model(tokens, **{CACHE: hub.DilatedCache()})
     config.dilated_pattern = None
     model.set_attn_implementation("eager")
     torch.testing.assert_close(found, outputs(), **SINGLE)

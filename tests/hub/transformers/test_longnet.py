@@ -17,6 +17,7 @@ from tests.tolerances import SINGLE
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
 from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -132,8 +133,10 @@ def test_longnet_generates_what_its_forward_says() -> None:
 
 def test_longnet_refuses_other_caches_and_wrong_shapes() -> None:
     model, tokens = longnet(), torch.randint(256, (BATCH, TOKENS))
-    with pytest.raises(NotImplementedError, match="past_key_values must be a DilatedCache in LongNetForCausalLM, got DynamicCache"):
-        model(tokens, past_key_values=transformers.DynamicCache())
+    with pytest.raises(NotImplementedError, match=f"{CACHE} must be a DilatedCache in LongNetForCausalLM, got DynamicCache"):
+        model(tokens, **{CACHE: transformers.DynamicCache()})
+    with pytest.raises(ValueError, match="cache and past_key_values are two names of one argument, got both"):
+        model(tokens, cache=hub.DilatedCache(), past_key_values=hub.DilatedCache())
     with pytest.raises(NotImplementedError, match=r"cache_implementation must be None in .* got 'static'"):
         model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     for number in (torch.tensor([3]), -3):
@@ -225,7 +228,7 @@ def test_longnet_decodes_by_a_bounded_cache(position: str, options: dict[str, An
     mask = mask_of([TOKENS, 17, 5], "left")
     options = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, **options}
     generated = []
-    for cache in ({}, {"past_key_values": hub.DilatedCache()}, {"use_cache": False}):
+    for cache in ({}, {CACHE: hub.DilatedCache()}, {"use_cache": False}):
         torch.manual_seed(3)
         generated.append(model.generate(tokens, **options, **cache))
     torch.testing.assert_close(generated[0], generated[2], rtol=0, atol=0)
@@ -252,7 +255,7 @@ def test_longnet_logits_behind_a_cache() -> None:
     with torch.no_grad():
         expected = model(tokens, attention_mask=mask).logits
         output = model(tokens[:, :15], attention_mask=mask[:, :15], use_cache=True)
-        rest = model(tokens[:, 15:], attention_mask=mask, past_key_values=output.past_key_values)
+        rest = model(tokens[:, 15:], attention_mask=mask, **{CACHE: output.past_key_values})
         logits = torch.cat([output.logits, rest.logits], dim=1)
         last = model(tokens, attention_mask=mask, use_cache=True, logits_to_keep=1).logits
         few = model(tokens, attention_mask=mask, logits_to_keep=3).logits
@@ -260,7 +263,7 @@ def test_longnet_logits_behind_a_cache() -> None:
     torch.testing.assert_close(last, expected[:, -1:], **SINGLE)
     torch.testing.assert_close(few, expected[:, -3:], rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"attention_mask must have the shape of input_ids=\(3, 8\) behind 23 tokens seen, got"):
-        model(tokens[:, 15:], attention_mask=mask[:, 15:], past_key_values=output.past_key_values)
+        model(tokens[:, 15:], attention_mask=mask[:, 15:], **{CACHE: output.past_key_values})
 
 
 @pytest.mark.parametrize(
