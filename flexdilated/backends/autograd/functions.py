@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,22 @@ from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_symbolic, refuse_traced_derivatives, uncached
 
 SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
+
+
+class Rows(NamedTuple):
+    """Queries `(B, ..., group, rows, D)` and the keys of their segments or window, `(B, ..., 1, R, D)`, with what functions see.
+
+    `ignored`, of a key padding mask, and the positions `b`, `h`, `q_idx` and `kv_idx` broadcast to `(B, ..., group, rows, R)`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ignored: Tensor | None
+    b: Tensor
+    h: Tensor
+    q_idx: Tensor
+    kv_idx: Tensor
 
 
 def attend_by_operations(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -116,41 +132,25 @@ def attend_piece(
     if key_padding_mask is not None:
         ignored = read(key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece.of_keys)[..., None, :, 0]
     pairs = queries[None, :, :, None, None, :, None], keys[None, :, :, None, None, None, :]
-    rows = read(q, piece, group=group), read(k, piece.of_keys), read(v, piece.of_keys)
     window = window if piece.branch == len(segments) else None
-    out, lse = attend_lanes(*rows, ignored, b, h, q_idx=pairs[0], kv_idx=pairs[1], call=call, window=window)
+    rows = Rows(read(q, piece, group=group), read(k, piece.of_keys), read(v, piece.of_keys), ignored, b, h, *pairs)
+    out, lse = attend_lanes(rows, call, window)
     return with_zero_keys(out, lse, piece.zero_keys)
 
 
-def attend_lanes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ignored: Tensor | None,
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    call: Call,
-    window: Window | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend_lanes(rows: Rows, call: Call, window: Window | None = None) -> tuple[Tensor, Tensor]:
     """`attend_rows` in chunks of lanes (dim 1) and queries, each with about `SCORES` scores."""
-    lanes, rows = q.shape[1], q.shape[-2]
-    per_row = max(1, known_batch(q.shape[0]) * math.prod(q.shape[2:-2]) * k.shape[-2])
-    lanes_per_part = max(1, SCORES // max(1, per_row * rows))
+    lanes, num_rows = rows.q.shape[1], rows.q.shape[-2]
+    per_row = max(1, known_batch(rows.q.shape[0]) * math.prod(rows.q.shape[2:-2]) * rows.k.shape[-2])
+    lanes_per_part = max(1, SCORES // max(1, per_row * num_rows))
     max_rows = max(1, SCORES // (per_row * min(lanes_per_part, lanes)))
     count = -(-lanes // lanes_per_part)
     # Split, not sliced: the gradients of the parts are then put together once.
-    split = [
-        [x] * count if x is None or x.shape[1] == 1 else x.split(lanes_per_part, dim=1)
-        for x in (q, k, v, ignored, b, h, q_idx, kv_idx)
-    ]
+    split = [[x] * count if x is None or x.shape[1] == 1 else x.split(lanes_per_part, dim=1) for x in rows]
     outs, lses = [], []
-    for q_l, k_l, v_l, ignored_l, b_l, h_l, q_idx_l, kv_idx_l in zip(*split):
-        chunks = [
-            attend_rows(q_c, k_l, v_l, ignored=ignored_l, b=b_l, h=h_l, q_idx=q_idx_c, kv_idx=kv_idx_l, call=call, window=window)
-            for q_c, q_idx_c in zip(q_l.split(max_rows, dim=-2), q_idx_l.split(max_rows, dim=-2))
-        ]
+    for part in map(Rows._make, zip(*split)):
+        queries = zip(part.q.split(max_rows, dim=-2), part.q_idx.split(max_rows, dim=-2))
+        chunks = [attend_rows(part._replace(q=q, q_idx=q_idx), call, window) for q, q_idx in queries]
         outs.append(torch.cat([out for out, _ in chunks], dim=-2))
         lses.append(torch.cat([lse for _, lse in chunks], dim=-1))
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
@@ -161,31 +161,18 @@ def known_batch(batch: int) -> int:
     return 1 if torch.compiler.is_exporting() and is_symbolic(batch) else batch
 
 
-def attend_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ignored: Tensor | None,
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    call: Call,
-    window: Window | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments or window, `(B, ..., 1, R, D)`.
+def attend_rows(rows: Rows, call: Call, window: Window | None = None) -> tuple[Tensor, Tensor]:
+    """Attention of some queries over the keys of their segments or window.
 
-    `ignored`, of a key padding mask, and the positions `b`, `h`, `q_idx` and `kv_idx` broadcast to `(B, ..., group, rows, R)`.
     The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
     """
-    tensors = (q, k, v, ignored, b, h, q_idx, kv_idx)
-    if not torch.is_grad_enabled() or is_transformed(q, k, v) or torch.compiler.is_exporting():
-        return _attend(*tensors, call, window)
+    if not torch.is_grad_enabled() or is_transformed(*rows[:3]) or torch.compiler.is_exporting():
+        return _attend(*rows, call, window)
     if torch.compiler.is_compiling():
         # Symbols must be used outside of checkpoints first, or a second checkpoint does not find them (torch 2.13).
         call = call._replace(scale=call.checked_scale() * 1.0, dropout_p=call.dropout_p if call.dropout_p > 0.0 else 0.0)
-        return checkpoint(_attend, *tensors, call, window, use_reentrant=False)
-    return attend_recorded(partial(_attend, window=window), tensors, call)
+        return checkpoint(_attend, *rows, call, window, use_reentrant=False)
+    return attend_recorded(partial(_attend, window=window), rows, call)
 
 
 def _attend(
@@ -287,7 +274,7 @@ def _attend_grid(
     for query in grid.queries.unbind():
         q_token, is_padding = locate(query // group, first, branch_of_lane, num_tokens)
         h = kv_head * group + query % group
-        arguments = (
+        rows = Rows(
             q[:, q_token, h].masked_fill(is_padding[..., None], 0.0)[:, :, None],
             k,
             v,
@@ -296,10 +283,8 @@ def _attend_grid(
             h[None, :, None, :, None],
             q_token[None, :, None, :, None],
             k_token[None, :, None, None, :],
-            call,
-            window,
         )
-        out, lse = attend_rows(*arguments)
+        out, lse = attend_rows(rows, call, window)
         outs.append(out[:, :, 0])
         lses.append(lse[:, :, 0])
     out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)  # (B, L, M, D)

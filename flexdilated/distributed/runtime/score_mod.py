@@ -181,8 +181,8 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
         low, high = (first_query - first_key + bound for bound in task.band)
         columns = slice(max(0, rows.start + low), max(0, rows.stop + high))
         tensors = q[..., rows, :], k[..., columns, :], v[..., columns, :], None if ignored is None else ignored[..., columns]
-        positions = {"q_idx": q_idx[..., rows, :], "kv_idx": kv_idx[..., columns]}
-        chunks.append(functions.attend_lanes(*tensors, b=b, h=h, **positions, call=call, window=window))
+        part = functions.Rows(*tensors, b, h, q_idx[..., rows, :], kv_idx[..., columns])
+        chunks.append(functions.attend_lanes(part, call, window))
     out, lse = torch.cat([out for out, _ in chunks], dim=-2), torch.cat([lse for _, lse in chunks], dim=-1)
     return out.transpose(2, 3), lse.transpose(2, 3)
 
