@@ -36,6 +36,7 @@ def print_panels(console: Console, picture: Panels) -> None:
         grid.add_row(
             *(_half_blocks(panel.cells, picture.colors) if has_colors else _characters(panel.cells, glyphs) for panel in drawn)
         )
+        grid.width = len(drawn) * (panel_width + 2) - 2  # not the width of the console, which is 80 in a pipe
         console.print(grid, soft_wrap=True, crop=False)
     legend = Text(f"\n{picture.legend}, queries down, keys across:")
     for i, label in picture.labels.items():

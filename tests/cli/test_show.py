@@ -42,6 +42,14 @@ def test_show_writes_a_png_of_the_figure_size_over_an_older_one(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == [output]
 
 
+@pytest.mark.parametrize(("tokens", "heads"), [(80, 2), (97, 2), (31, 3)])
+def test_show_cuts_no_rows_where_no_terminal_has_a_width(tokens: int, heads: int) -> None:
+    text = show("--window", 5, "--segment-lengths", tokens, "--dilation-rates", 2, "--tokens", tokens, "--heads", heads)
+    rows = [row for line in text.splitlines() for row in re.split(r"  +", line.strip()) if re.fullmatch(r"[12w·]+", row)]
+    assert "\u2026" not in text
+    assert [len(row) for row in rows] == [tokens] * heads * tokens
+
+
 def test_show_prints_digits_where_there_are_no_colours() -> None:
     text = show("--segment-lengths", "3,6", "--dilation-rates", "1,2", "--heads", 1, "--causal")
     rows = [line.rstrip() for line in text.splitlines() if re.fullmatch(r"[12·]+ *", line)]
