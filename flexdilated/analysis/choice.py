@@ -80,7 +80,7 @@ def choose_pattern(
     Args:
         num_tokens: Sequence length N, up to 2**40. For packed documents: the tokens of the longest document.
         num_heads: Key/value heads H, up to 1024.
-        budget: Pairs of queries and keys that are scored, as a share of the pairs of dense attention, above 0.
+        budget: Pairs of queries and keys that are scored, as a share of the pairs of dense attention, in (0, 1].
         is_causal: Whether a query sees only keys at its own position and before.
         patterns: Your own patterns, shown after the proposals.
         most: Largest number of proposals to show. Where none is within the budget, the cheapest is shown.
@@ -95,8 +95,8 @@ def choose_pattern(
             raise ValueError(f"{name} must be at most {limit}, got {value}")
     if not is_number(budget):
         raise TypeError(f"budget must be a number, got {budget!r}")
-    if not 0.0 < budget < float("inf"):
-        raise ValueError(f"budget must be above 0 and finite, got {budget}; 0.1 is a tenth of the pairs of dense attention")
+    if not 0.0 < budget <= 1.0:
+        raise ValueError(f"budget must be in (0, 1], got {budget}; 0.1 or 10% is a tenth of the pairs of dense attention")
     most = at_least_one("most", most)
     if not isinstance(patterns, Iterable):
         raise TypeError(f"patterns must be a sequence, got {patterns!r}; put one in a tuple")

@@ -40,7 +40,8 @@ def test_budget_is_a_share_of_dense_attention(budget: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--budget", "0"), "budget must be above 0 and finite, got 0.0"),
+        (("--budget", "0"), "budget must be in (0, 1], got 0.0"),
+        (("--budget", "10"), "budget must be in (0, 1], got 10.0; 0.1 or 10% is a tenth of the pairs"),
         (("--budget", "x"), "Invalid value for '--budget': "),
         (("--segment-lengths", 2**40, "--dilation-rates", 2**40), "--dilation-rates must be at most 1048576 to list"),
     ],
