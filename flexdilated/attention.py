@@ -20,12 +20,24 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-#: Options of SDPA, FlexAttention and flash-attn, and what `dilated_attention` has in their place.
+#: Options of SDPA, FlexAttention, flash-attn and xformers, and what `dilated_attention` has in their place.
 OPTIONS_ELSEWHERE = {
     "attn_mask": "key_padding_mask= to ignore keys (True ignores), mask_mod= to remove pairs, score_mod= to add a bias",
+    "attn_bias": "is_causal=, cu_seqlens= for packed documents, mask_mod= to remove pairs, score_mod= to add a bias",
     "block_mask": "mask_mod= to remove pairs",
     "causal": "is_causal=",
+    "cu_seqlens_q": "cu_seqlens=, one list for queries and keys",
+    "cu_seqlens_k": "cu_seqlens=, one list for queries and keys",
+    "max_seqlen_q": "cu_seqlens= alone, which needs no longest length",
+    "max_seqlen_k": "cu_seqlens= alone, which needs no longest length",
+    "dropout": "dropout_p=",
+    "p": "dropout_p=",
     "enable_gqa": "k and v with fewer heads than q, which need no option",
+    "return_attn_probs": "return_lse=, or flexdilated.attention_map for the weights of chosen queries",
+    "return_aux": "return_lse=",
+    "deterministic": "torch.use_deterministic_algorithms(True)",
+    "kernel_options": "backend=",
+    "op": "backend=",
     "softmax_scale": "scale=",
     "s_aux": "sinks=",
     "learnable_sink": "sinks=",
@@ -163,8 +175,8 @@ def dilated_attention(
 
     Raises:
         ValueError: If a shape, length, probability or name is wrong, or some branch would have no head.
-        TypeError: If an argument has the wrong type or dtype, or is an option of SDPA, FlexAttention or flash-attn; the error names
-            the option here.
+        TypeError: If an argument has the wrong type or dtype, or is an option of SDPA, FlexAttention, flash-attn or xformers; the
+            error names the option here.
         NotImplementedError: If the named backend cannot run the call, on a double backward, for score and mask functions with
             `exchange="ring"`, or for shifted positions (`DilatedPattern.zero_padding`) over ranks.
 

@@ -1,15 +1,18 @@
 """Every wrong argument of `dilated_attention` is refused by name, and its nearest right twin is accepted."""
 
+import inspect
 import re
 import sys
 import warnings
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from flexdilated import DilatedAttention, DilatedKVCache, DilatedPattern, attention_map, dilated_attention
 from flexdilated.attention import OPTIONS_ELSEWHERE, _warn_of_layout
@@ -59,7 +62,12 @@ REFUSED = [
     ({"q": torch.ones(2, 17, 0, 5)}, ValueError, r"q must have at least one token, head .* got shape \(2, 17, 0, 5\)"),
     ({x: torch.ones(2, 17, 3, 0) for x in "qkv"}, ValueError, r"q must have .* element per head, got shape \(2, 17, 3, 0\)"),
     ({"k": torch.ones(1, 17, 3, 5)}, ValueError, r"k must match q in B, N and D, q=\(2, 17, 6, 5\), got \(1, 17, 3, 5\)"),
-    ({"k": torch.ones(2, 16, 3, 5)}, ValueError, r"k must match q in B, N and D, q=\(2, 17, 6, 5\), got \(2, 16, 3, 5\)"),
+    ({"k": torch.ones(2, 16, 3, 5)}, ValueError, r"k must match q in B, N and D, q=\(2, 17, 6, 5\), got \(2, 16, 3, 5\)$"),
+    (
+        {"k": torch.ones(2, 19, 3, 5)},
+        ValueError,
+        r"k must match q in .* got \(2, 19, 3, 5\); use DilatedKVCache.attend for queries that",
+    ),
     ({"v": torch.ones(2, 17, 3, 4)}, ValueError, r"v must match q in B, N and D, q=\(2, 17, 6, 5\), got \(2, 17, 3, 4\)"),
     ({"v": torch.ones(2, 17, 2, 5)}, ValueError, r"v must have as many heads as k=3, got 2"),
     ({x: torch.ones(2, 17, 4, 5) for x in "kv"}, ValueError, r"k must have a number of heads that divides that of q=6, got 4"),
@@ -250,6 +258,16 @@ def test_options_of_other_functions_are_answered_with_ours(name: str, is_compile
     error = Exception if is_compiled else TypeError  # the compiler has its own around it
     with pytest.raises(error, match=re.escape(f"dilated_attention() got an unexpected keyword argument '{name}'{advice}")):
         function(**{name: 1.0})
+
+
+@pytest.mark.parametrize("page", ["flash-attn", "flexattention"])
+def test_options_that_a_page_translates_are_ours_or_named_in_an_error(page: str) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "coming-from" / f"{page}.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", text, re.M)
+    names = {name for row in rows for name in re.findall(r"\b(\w+)=|\b((?:cu|max)_seqlens?_[qk])\b", row) for name in name if name}
+    assert len(names) >= 3
+    names |= inspect.signature(flex_attention).parameters.keys() - {"query", "key", "value"}
+    assert names <= {*inspect.signature(dilated_attention).parameters, *OPTIONS_ELSEWHERE}
 
 
 @pytest.mark.parametrize("name", ["softcap", "alibi_slopes"])

@@ -87,6 +87,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         if (x.shape[0], x.shape[1], x.shape[3]) != (q.shape[0], q.shape[1], q.shape[3]):
             swapped = (q.shape[1] % max(1, x.shape[1]) == 0 and x.shape[2] == q.shape[2]) or x.shape[1:3] == q.shape[1:3][::-1]
             hint = LAYOUT if swapped and x.shape[1] != q.shape[1] and x.shape[3] == q.shape[3] else ""
+            if not hint and x.shape[1] > q.shape[1] and (x.shape[0], x.shape[3]) == (q.shape[0], q.shape[3]):
+                hint = "; use DilatedKVCache.attend for queries that follow cached keys"
             raise ValueError(f"{name} must match q in B, N and D, q={tuple(q.shape)}, got {tuple(x.shape)}{hint}")
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"v must have as many heads as k={k.shape[2]}, got {v.shape[2]}")

@@ -366,7 +366,10 @@ class MultiheadDilatedAttention(nn.Module):
         """
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "score_mod": score_mod, "mask_mod": mask_mod}
         if need_weights:
-            raise NotImplementedError("need_weights must be False, got True: dilated attention never forms its weights")
+            raise NotImplementedError(
+                "need_weights must be False, got True: dilated attention never forms its weights; "
+                "flexdilated.attention_map computes those of chosen queries"
+            )
         if attn_mask is not None and not is_causal:
             raise NotImplementedError("attn_mask must be None unless is_causal=True, got a mask; use mask_mod=")
         if cache is not None:

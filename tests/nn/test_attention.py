@@ -267,7 +267,11 @@ def test_multihead_accepts_heads_that_divide() -> None:
 
 
 CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
-    ({"need_weights": True}, NotImplementedError, "need_weights must be False, got True: dilated attention never forms"),
+    (
+        {"need_weights": True},
+        NotImplementedError,
+        "need_weights must be False, got True: dilated attention never forms its weights; flexdilated.attention_map computes",
+    ),
     ({"attn_mask": torch.ones(TOKENS, TOKENS).triu(1) > 0}, NotImplementedError, "attn_mask must be None unless is_causal=True"),
     ({"shard_lengths": [TOKENS]}, ValueError, "shard_lengths must come with mesh, got [23] and no mesh"),
     *(
