@@ -30,6 +30,7 @@ from tests.cases import least_heads, patterns
             DilatedPattern((7, 13), (1, 5), heads="all", offsets="blocked", zero_padding=True, detach_weights=True),
         ),
         (DilatedPattern.grouped([7, 13], [1, 5]), DilatedPattern((7, 13), (1, 5), heads="grouped")),
+        (DilatedPattern.grouped([7, 13], [1, 5], window=3), DilatedPattern((7, 13), (1, 5), window=3, heads="grouped")),
         (DilatedPattern.gigapath(), DilatedPattern.torchscale((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))),
         # (16384 / 256)^2 = 2^12 tiles at most: lengths are 2^10, 2^10.5, 2^11, 2^11.5, 2^12, rounded down.
         (DilatedPattern.gigapath(max_wsi_size=16384), DilatedPattern.torchscale((1024, 1448, 2048, 2896, 4096), (1, 2, 4, 8, 16))),

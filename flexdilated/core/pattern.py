@@ -119,13 +119,13 @@ class DilatedPattern:
         return cls(segment_lengths, dilation_rates, zero_padding=True, detach_weights=True)  # type: ignore[arg-type]
 
     @classmethod
-    def grouped(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
-        """A pattern in which each branch has its own contiguous group of heads, as in the popular ports.
+    def grouped(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int], *, window: int | None = None) -> DilatedPattern:
+        """A pattern in which each branch has its own contiguous group of heads, as in the popular ports; all heads run a window.
 
         >>> list(DilatedPattern.grouped((8, 16), (1, 2)).head_range(branch=1, num_heads=4))
         [2, 3]
         """
-        return cls(segment_lengths, dilation_rates, heads="grouped")  # type: ignore[arg-type]
+        return cls(segment_lengths, dilation_rates, window=window, heads="grouped")  # type: ignore[arg-type]
 
     @classmethod
     def causal(cls, seq_len: int, num_heads: int, *, window: int | None = None, rate: int | None = None) -> DilatedPattern:
