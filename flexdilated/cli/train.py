@@ -115,7 +115,7 @@ def train(
 
     Without lengths, rates and window the pattern is DilatedPattern.causal(tokens, heads), also with --weights.
 
-    The default run takes about 3 to 6 minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
+    The default run takes about 2 to 6 minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
 
     The P processes of torchrun --nproc-per-node P -m flexdilated train share each sequence. A checkpoint fits any P.
     With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other.
