@@ -68,7 +68,7 @@ def _pytest(session: nox.Session, *arguments: str, env: dict[str, str] | None = 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small LongNet on the sources of Python's standard library (three to ten minutes on 2 cores)."""
+    """Train a small LongNet on the sources of Python's standard library (3 to 10 minutes on 2 CPU cores, installing included)."""
     session.install(f"torch=={TORCH}")
     session.install("-e", ".[cli,plot]", f"torch=={TORCH}")
     session.run("flexdilated", "train", "--output", "runs/demo", "--overwrite", *session.posargs)
@@ -307,12 +307,16 @@ def tests_capability(session: nox.Session, capability: str) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the site into docs/_build/html, every example run and every warning an error; `-- --serve` shows it."""
+    """Build the site into docs/_build/html, every example run and every warning an error; `-- --serve` shows it.
+
+    What examples print must be what the pages hold; `-- --keep` writes it into them.
+    """
     session.install(f"torch=={TORCH}")
     session.install("-e", ".[docs]", f"torch=={TORCH}")
     threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     pages = ("-q", "-W", "--keep-going", "-n", "-d", os.path.join("docs", "_build", "doctrees"), "docs")
     session.run("sphinx-build", *pages, SITE, env=threads)
+    session.run("python", "docs/outputs.py", *({"--keep"} & {*session.posargs}))
     session.run("sphinx-build", "-b", "linkcheck", *pages, os.path.join("docs", "_build", "links"), env=threads)  # inside the site
     if "--serve" in session.posargs:
         session.run("python", "-m", "http.server", "8000", "--bind", "127.0.0.1", "--directory", SITE)

@@ -14,6 +14,7 @@ from flexdilated import __version__
 
 DOCS = str(Path(__file__).parent)
 sys.path.insert(0, DOCS)
+import outputs  # noqa: E402
 import vision  # noqa: E402, F401
 
 project = "flexdilated"
@@ -119,4 +120,5 @@ def _copy_explorer(app: Any, exception: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     ModuleAnalyzer.analyze = _analyze_without_overloads
+    app.connect("source-read", outputs.hide)
     app.connect("build-finished", _copy_explorer)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import flexdilated
+from docs import outputs
 from tests.release.api import entries
 
 ROOT = Path(flexdilated.__file__).parents[1]
@@ -105,3 +106,35 @@ def test_code_that_a_page_shows_stands_alone(page: Path) -> None:
 def test_code_that_a_page_shows_fits_its_box(page: Path) -> None:
     """Beside both columns of links on a screen of 1,400 pixels; more would be hidden behind a bar."""
     assert [line for line in shown_code(page).splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.parametrize(
+    ("block", "printed", "kept", "faults"),
+    [
+        ("", "", "", 0),
+        ("", "4\n", "\n```text\n4\n```\n", 1),
+        ("\n```text\n4\n```\n", "4\n", "\n```text\n4\n```\n", 0),
+        ("\n```text\n5\n```\n", "4\n", "\n```text\n4\n```\n", 1),
+        ("\n```text\n5\n```\n", "", "", 1),
+        ("\n```text numbers\n1.5e-3 s, at 0x7f\n```\n", "20 s,  at 0x8\n", "\n```text numbers\n1.5e-3 s, at 0x7f\n```\n", 0),
+        ("\n```text numbers\n2 s\n```\n", "2 h\n", "\n```text numbers\n2 h\n```\n", 1),
+        ("\n```text varies\nCPU\n```\n", "GPU\n", "\n```text varies\nCPU\n```\n", 0),
+        ("\n```text varies\nCPU\n```\n", "", "", 1),
+    ],
+)
+def test_kept_outputs_are_compared_with_what_ran(block: str, printed: str, kept: str, faults: int) -> None:
+    cell, text = "```{code-cell} python\n:tags: [remove-input]\nprint(f())\n```\n", "\nA sentence.\n"
+    page, found = outputs.check(cell + block + text + cell, [printed, ""])
+    assert (page, len(found)) == (cell + kept + text + cell, faults)
+    source = [page]
+    outputs.hide(None, "page", source)
+    assert "```text" not in source[0]
+    assert source[0].count("\n") == page.count("\n")
+    assert outputs.check(page, [printed])[1] != []
+
+
+def test_outputs_of_a_cell_are_what_it_printed_and_its_values_but_no_pictures() -> None:
+    stream = {"output_type": "stream", "name": "stdout", "text": ["a \n", "b\n"]}
+    noise = {"output_type": "stream", "name": "stderr", "text": "c\n"}
+    values = [{"data": {"text/plain": ["2"]}}, {"data": {"text/plain": "<Figure>", "image/png": ""}}]
+    assert outputs.printed({"outputs": [stream, noise, *values, {**stream, "text": "b\n"}]}) == "a\nb\n2\n"
