@@ -61,8 +61,11 @@ def find_head_shard(module: nn.Module, num_heads: int, num_kv_heads: int, first_
 
 
 def count_kv_heads(config: Any) -> int | None:
-    """The key/value heads of a config's model, None where it does not say."""
-    return _count(config, KEY_HEADS) or _count(config, QUERY_HEADS)
+    """The key/value heads of a config's model, None where it does not say, or layers have different numbers of them."""
+    try:
+        return _count(config, KEY_HEADS) or _count(config, QUERY_HEADS)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, since transformers 5.24
+        return None
 
 
 def sinks_here(sinks: Tensor, num_heads: int, shard: HeadShard | None) -> Tensor:
