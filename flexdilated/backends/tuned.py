@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexdilated.backends import crossovers
-from flexdilated.backends.crossovers import PROVEN, Crossover, device_class
+from flexdilated.backends.crossovers import Crossover, device_class
 from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.hardware import cuda_level, detect, dtype_name
 from flexdilated.core.tracing import answers_while_traced
@@ -47,17 +47,10 @@ class Tuned(NamedTuple):
     path: Path | None = None
     date: str = ""
     crossovers: tuple[Crossover, ...] = ()
-    proven: frozenset[tuple[str, str, str]] = frozenset()  # backend, form as `crossovers.unproven` spells it, dtype
+    checked: dict[tuple[str, str, str], bool] = {}  # noqa: RUF012
     constants: dict[tuple[str, int], frozenset[str]] = {}  # noqa: RUF012
+    digest: str | None = None  # of the choices that follow from the file, without its times
     is_ignored: bool = False  # a file was there, and a warning said why it is not used
-
-    @property
-    def digest(self) -> str | None:
-        """A hash of the choices that follow from this file, without its times; None without a file."""
-        if self.path is None:
-            return None
-        forms = sorted((*key, *sorted(names)) for key, names in self.constants.items())
-        return _hash([[c[1:] for c in self.crossovers], sorted(self.proven), forms])
 
 
 # -- the choice -----------------------------------------------------------------------------------------------------------------
@@ -65,39 +58,44 @@ class Tuned(NamedTuple):
 
 def prefer(request: DispatchKey) -> tuple[str, ...]:
     """The backends for `backend="auto"`, the fastest first: as measured on this machine, else as `crossovers.prefer` says."""
-    capability = request.hardware.capability
-    if capability is not None and not request.modified:
-        known = _known(capability, request.dtype, request.differentiable)
-        for c in known:  # sizes may be symbols of a compiler, which can only be compared
-            if request.head_dim <= c.head_dim:
-                return crossovers.prefer(request, known)
-    return crossovers.prefer(request)
+    return crossovers.prefer(request, _measured(request) or None)
 
 
 def unproven(backend: str, request: DispatchKey) -> str | None:
-    """Why `backend="auto"` leaves a backend out that has not run on a GPU since it changed, or None."""
-    reason, capability = crossovers.unproven(backend, request), request.hardware.capability
-    if reason is None or capability is None:
-        return reason
-    suffix = ", grouped heads" if request.group > 1 else ""
-    most = _proven_head_dim(capability, backend, suffix, request.dtype, request.differentiable)
-    return None if request.head_dim <= most else reason
+    """Why `backend="auto"` leaves a backend out, or None: wrong on this machine, or changed since a GPU last ran it."""
+    capability = request.hardware.capability
+    if capability is None or request.modified:
+        return crossovers.unproven(backend, request)
+    suffix, is_right = ", grouped heads" if request.group > 1 else "", True
+    for way in ("forward", "backward")[: 1 + request.differentiable]:
+        found = _is_right(capability, backend, way + suffix, request.dtype)
+        if found is False:
+            return f"flexdilated tune has not found its {way}{suffix} right in {dtype_name(request.dtype)}"
+        is_right = is_right and found is True
+    return None if is_right and _measured(request) else crossovers.unproven(backend, request)
+
+
+def _measured(request: DispatchKey) -> list[Crossover]:
+    """What was measured on this machine with rows that kernels hold as those of a request: padded to equal powers of two."""
+    found, capability = [], request.hardware.capability
+    if capability is not None and not request.modified:
+        for least, c in _known(capability, request.dtype, request.differentiable):
+            if least < request.head_dim <= c.head_dim:  # sizes may be symbols of a compiler, which can only be compared
+                found.append(c)
+    return found
 
 
 @answers_while_traced
-def _known(capability: Capability, dtype: torch.dtype, differentiable: bool) -> tuple[Crossover, ...]:
+def _known(capability: Capability, dtype: torch.dtype, differentiable: bool) -> tuple[tuple[int, Crossover], ...]:
     kind = (dtype_name(dtype), differentiable)
-    return tuple(c for c in loaded(capability).crossovers if (c.dtype, c.training) == kind)
+    return tuple(
+        ((1 << (c.head_dim - 1).bit_length()) // 2, c) for c in loaded(capability).crossovers if (c.dtype, c.training) == kind
+    )
 
 
 @answers_while_traced
-def _proven_head_dim(capability: Capability, backend: str, suffix: str, dtype: torch.dtype, differentiable: bool) -> int:
-    """The largest measured head dim, where all forms that a call takes were right; else 0."""
-    proven, name = loaded(capability).proven, dtype_name(dtype)
-    forms = [way + suffix for way in ("forward", "backward")[: 1 + differentiable]]
-    if not all((backend, form, name) in proven for form in forms):
-        return 0
-    return max((c.head_dim for c in _known(capability, dtype, differentiable)), default=0)
+def _is_right(capability: Capability, backend: str, form: str, dtype: torch.dtype) -> bool | None:
+    return loaded(capability).checked.get((backend, form, dtype_name(dtype)))
 
 
 def constants(device: torch.device, dtype: torch.dtype, head_dim: int) -> frozenset[str]:
@@ -136,13 +134,11 @@ def _advise(capability: Capability) -> None:
 
 
 def folder() -> Path | None:
-    """The folder of kept files; None where the cache is off."""
-    named = os.environ.get(VARIABLE, "")
-    if named.lower() == OFF:
-        return None
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    default = os.path.join(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "flexdilated")
-    return Path(named or default).expanduser()
+    """The folder of kept files; None where the cache is off, and for users without a home."""
+    named, base = os.environ.get(VARIABLE, ""), os.environ.get("XDG_CACHE_HOME", "")
+    default = os.path.join(base if os.path.isabs(base) else "~/.cache", "flexdilated")
+    place = os.path.expanduser(named or default)
+    return None if named.lower() == OFF or place.startswith("~") else Path(place)
 
 
 def device_name(capability: Capability) -> str | None:
@@ -162,7 +158,7 @@ def environment(name: str, capability: Capability) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         **{package: _version(package) for package in PACKAGES},
         "driver": driver(),
-        "kernels": _hash([source_of(backend, way) for backend in PROVEN for way in ("forward", "backward")]),
+        "kernels": _hash([file.read_text() for file in sorted(Path(__file__).parent.rglob("*.py"))]),
     }
 
 
@@ -172,9 +168,11 @@ def path_of(place: Path, found: dict[str, Any]) -> Path:
 
 
 def others(capability: Capability) -> list[Path]:
-    """Files of this device, of whatever versions."""
+    """Files of this device, of any versions."""
     place, name = folder(), device_name(capability)
-    return [] if place is None or name is None else sorted(place.glob(f"{_stem(name, level_name(capability))}-*.json"))
+    if place is None or name is None or not os.access(place, os.R_OK | os.X_OK):
+        return []
+    return sorted(place.glob(f"{_stem(name, level_name(capability))}-*.json"))
 
 
 @lru_cache(maxsize=8)
@@ -193,9 +191,11 @@ def parsed(path: Path, expected: dict[str, Any]) -> Tuned:
         differing = [name for name in expected if kept["environment"].get(name) != expected[name]]
         if differing:
             raise ValueError(f"it was measured with another {', '.join(differing)}")
-        measured = [{**entry, "device": expected["level"]} for entry in kept["measured"]]
+        measured = [{**e, "device": expected["level"], "head_dim": int(e["head_dim"])} for e in kept["measured"]]
         forms = {(str(e["dtype"]), int(e["head_dim"])): frozenset(map(str, e["constants"])) for e in kept["forms"]}
-        return Tuned(path, str(kept["date"]), crossovers.load(json.dumps({"measured": measured})), right(kept["checks"]), forms)
+        points, forms_checked = crossovers.load(json.dumps({"measured": measured})), checked(kept["checks"])
+        digest = _hash([points, sorted(forms_checked.items()), sorted((*key, *sorted(names)) for key, names in forms.items())])
+        return Tuned(path, str(kept["date"]), points, forms_checked, forms, digest)
     except FileNotFoundError:
         return Tuned()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -203,12 +203,12 @@ def parsed(path: Path, expected: dict[str, Any]) -> Tuned:
         return Tuned(is_ignored=True)
 
 
-def right(checks: Iterable[dict[str, str]]) -> frozenset[tuple[str, str, str]]:
-    """The forms that were right in a check and wrong in none."""
+def checked(checks: Iterable[dict[str, str]]) -> dict[tuple[str, str, str], bool]:
+    """Whether a form was right in a check and wrong in none, by candidate, form as `crossovers.unproven` spells it, and dtype."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for check in checks:
         found.setdefault((check["candidate"], check["form"], check["dtype"]), []).append(check["found"])
-    return frozenset(key for key, texts in found.items() if "right" in texts and not any(text.startswith(WRONG) for text in texts))
+    return {key: "right" in texts and not any(text.startswith(WRONG) for text in texts) for key, texts in found.items()}
 
 
 # -- what it depends on ---------------------------------------------------------------------------------------------------------

@@ -136,40 +136,44 @@ def _preferences(hardware: Hardware) -> dict[str, str]:
 def _preference(hardware: Hardware) -> str:
     """What `backend="auto"` takes, and where that was measured."""
     own = tuned.Tuned() if hardware.capability is None else tuned.loaded(hardware.capability)
-    if own.path is not None:
-        text = f"auto takes {_measured_choice(hardware, own.crossovers)}, by flexdilated tune on {own.date} ({own.path})"
+    plain = _request(hardware, torch.bfloat16, "plain")
+    if own.crossovers:
+        head_dims = sorted({c.head_dim for c in own.crossovers})
+        choices = [f"at head dim {n}: {_measured_choice(replace(plain, head_dim=n), own.crossovers)}" for n in head_dims]
+        text = f"auto takes {'; '.join(choices)}, by flexdilated tune on {own.date} ({own.path})"
         for (dtype, head_dim), names in own.constants.items():
             text += "".join(
                 f"; {c.name} in {dtype}, head dim {head_dim}" for c in CANDIDATES if c.constants and {*c.constants} <= names
             )
+        failed = [f"{', '.join(form)}" for form, is_right in own.checked.items() if not is_right]
+        text += f". It leaves out what did not pass all checks: {'; '.join(failed)}" if failed else ""
     elif is_measured(hardware):
         kept = json.loads(FILE.read_text())["provenance"]
         about = [entry for entry in kept if entry["device"] == device_class(hardware)][-1]
         where = f"{about.get('hardware', about.get('device_class'))}, torch {about['torch']}, {about['date']}"
-        text = f"auto takes {_measured_choice(hardware, KEPT)}, by measurements shipped with flexdilated ({where})"
+        text = f"auto takes {_measured_choice(plain, KEPT)}, by measurements shipped with flexdilated ({where})"
     else:
         text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
-    plain = _request(hardware, torch.bfloat16, "plain")
-    for name in PROVEN:
+    for name in () if own.crossovers else PROVEN:
         reason = tuned.unproven(name, plain) or tuned.unproven(name, replace(plain, group=2))
         if reason is not None and why_not(name, plain) is None:
             text += f". It leaves {name} out: {reason}. To check and measure it, run flexdilated tune ({tuned.ESTIMATE})"
     if hardware.capability is not None and own.path is None:
-        stale = tuned.others(hardware.capability)
-        text += f". Measurements with other versions are not used: {', '.join(map(str, stale))}" if stale else ""
-        text += f". {tuned.VARIABLE}={tuned.OFF}: measurements of flexdilated tune are not read" if tuned.folder() is None else ""
+        unused = ", ".join(map(str, tuned.others(hardware.capability)))
+        text += f". Not used, because damaged or measured with other versions: {unused}" if unused else ""
+        off = f". Measurements of flexdilated tune are not read: {tuned.VARIABLE}={tuned.OFF}, or there is no home folder"
+        text += off if tuned.folder() is None else ""
     return text
 
 
-def _measured_choice(hardware: Hardware, crossovers: tuple[Crossover, ...]) -> str:
-    """The backends of training calls at the head dim of the table, by dtype and number of tokens."""
-    lengths = sorted({0} | {crossover.tokens for crossover in crossovers if crossover.device == device_class(hardware)})
+def _measured_choice(plain: DispatchKey, crossovers: tuple[Crossover, ...]) -> str:
+    """The backends of training calls, by dtype and number of tokens."""
+    lengths = sorted({0} | {crossover.tokens for crossover in crossovers if crossover.device == device_class(plain.hardware)})
     dtypes_by_choice: dict[str, list[str]] = {}
     for name, dtype in DTYPES.items():
-        request = _request(hardware, dtype, "plain")
         parts, last = [], None
         for tokens in lengths:
-            backend = choose("auto", replace(request, num_tokens=tokens))
+            backend = choose("auto", replace(plain, dtype=dtype, num_tokens=tokens))
             if backend != last:
                 parts.append(backend if last is None else f"from {tokens:,} tokens {backend}")
             last = backend

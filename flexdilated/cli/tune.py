@@ -33,7 +33,7 @@ def tune(
     """Check and time the backends on a GPU, and keep what is right and faster for backend="auto".
 
     An estimated 2 to 4 minutes for one dtype and two head dims. Ctrl-C keeps what is done. The results are for this GPU and these
-    versions of torch, CUDA, triton, flash-attn, the driver and this library.
+    versions of torch, CUDA, triton, flash-attn, the driver and this library, in a file of ~/.cache/flexdilated.
     """
     place = options.device_named(device)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
@@ -64,14 +64,12 @@ def _print(found: Tuning) -> None:
     console = Console()
     wrong = {f"{c['candidate']}, {c['form']}, {c['case']}: {c['found']}" for c in found.kept["checks"] if c["found"] != "right"}
     console.print(*sorted(wrong), sep="\n", markup=False, soft_wrap=True)
-    names = list(dict.fromkeys(name for entry in found.kept["measured"] for name in entry["ms"]))
-    columns = ("dtype", "D", "call", "tokens", *(f"{name}, ms" for name in names), "of dense rate", "auto takes")
+    columns = ("dtype", "D", "call", "tokens", "sdpa, ms", "auto, ms", "auto takes")
     table = Table(*columns)
     for entry in found.kept["measured"]:
-        times = [f"{entry['ms'][name]:.3g}" if name in entry["ms"] else "-" for name in names]
-        call, rate = "training" if entry["training"] else "inference", entry.get("of_dense")
-        setting = (entry["dtype"], str(entry["head_dim"]), call, f"{entry['tokens']:,}")
-        table.add_row(*setting, *times, "-" if rate is None else f"{rate:.0%}", chosen(entry))
+        call, name = "training" if entry["training"] else "inference", chosen(found.kept, entry)
+        times = [f"{entry['ms'][each]:.3g}" for each in ("sdpa", name)]
+        table.add_row(entry["dtype"], str(entry["head_dim"]), call, f"{entry['tokens']:,}", *times, name)
     options.print_table(console, table)
     console.print(
         f"kept in {found.path}" if found.path else "nothing is kept", "" if found.is_complete else "(interrupted)", soft_wrap=True

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -209,7 +209,7 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
         return found
 
     def verdicts(some: Sequence[Job], workers: int) -> list[Verdicts]:
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, _children_end_with_interrupts():
             with _children_without_interrupts():
                 futures = [pool.submit(examine, job, device) for job in some]
             for future in futures:
@@ -218,16 +218,25 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
                 return [future.result() for future in futures]
             except BrokenProcessPool:
                 return [dict.fromkeys(("forward", "backward"), ENDED) for _ in some]
-            except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
 
     found = verdicts(jobs, processes)
     again = [i for i, each in enumerate(found) if any(text.startswith("failed") for text in each.values())]
-    with ThreadPoolExecutor(processes) as threads:
+    with ThreadPoolExecutor(processes) as threads, _children_end_with_interrupts():
         for i, (each,) in zip(again, threads.map(lambda i: verdicts([jobs[i]], 1), again)):
             found[i] = each
     return found
+
+
+@contextmanager
+def _children_end_with_interrupts() -> Iterator[None]:
+    """End the processes that started inside the block, which may hang on the device, on Ctrl-C."""
+    before = set(active_children())
+    try:
+        yield
+    except KeyboardInterrupt:
+        for child in set(active_children()) - before:
+            child.terminate()
+        raise
 
 
 @contextmanager

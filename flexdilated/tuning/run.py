@@ -7,11 +7,13 @@ import json
 import os
 import statistics
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +34,7 @@ from flexdilated.tuning.timing import DENSE_ROWS, NUM_HEADS, PATTERN, Call, atte
 HEAD_DIMS, LENGTHS = (64, 128), (1024, 8192, 65536)
 ALL_DTYPES, ALL_HEAD_DIMS, ALL_LENGTHS = (torch.bfloat16, torch.float16, torch.float32), (64, 128, 256), (*LENGTHS, 262144)
 WAYS = ("forward", "backward")
-NEAR = 0.02  # of the largest element: how far results of two backends may differ in timed calls
+NEAR, PART = 0.05, 128  # how far results of timed calls may differ from those of sdpa, of the largest element in PART tokens
 
 Kept = dict[str, Any]
 
@@ -49,8 +51,7 @@ class Plan(NamedTuple):
     rounds: int = 7
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """The result of `tune`: the kept file and its content, or the reason why there is nothing to tune."""
 
     path: Path | None = None
@@ -101,9 +102,7 @@ def tune(
         raise ValueError(f"head_dims must be positive, got {tuple(head_dims)}")
     folder = tuned.folder()
     if folder is None:
-        raise ValueError(
-            f"{tuned.VARIABLE} must be a folder, or not set, for results to be kept, got '{os.environ[tuned.VARIABLE]}'"
-        )
+        raise ValueError(f"{tuned.VARIABLE} must be a folder for results to be kept, got {os.environ.get(tuned.VARIABLE)!r}")
     dtypes = dtypes or (ALL_DTYPES if everything else (recommended_dtype(hardware),))
     head_dims = head_dims or (ALL_HEAD_DIMS if everything else HEAD_DIMS)
     names = [candidate for candidate in CANDIDATES if everything or candidate.name not in SLOW]
@@ -144,28 +143,41 @@ def run(
     show: Callable[[str, float], object] = lambda text, share: None,
 ) -> Tuning:
     """Measure a plan, and add the results to a file. An interrupt keeps the finished results."""
-    is_known = tuned.parsed(path, environment).path is not None
-    kept: Kept = (
-        json.loads(path.read_text()) if is_known else {"environment": environment, "measured": [], "forms": [], "checks": []}
-    )
     progress, is_complete = Progress(plan, show), True
+    path.parent.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=path.parent).close()  # fail before minutes of work
     try:
         for setting in plan.settings:
-            _check(kept, plan, setting, device, processes, progress)
+            checks = _check(plan, setting, device, processes, progress)
+            rows: list[Kept] = []
             constants: tuple[str, ...] = ()
             for way in WAYS:
-                constants += _time(kept, plan, setting, device, way=way, constants=constants, progress=progress)
-                kept["date"] = datetime.now(timezone.utc).date().isoformat()
-                save(kept, path)
+                timed, chosen = _time(plan, setting, device, progress, checks, way=way, constants=constants)
+                rows, constants = rows + timed, constants + chosen
+                about = {"dtype": dtype_name(setting[0]), "head_dim": setting[1]}
+                found = {"measured": rows, "forms": [{"constants": constants}], "checks": checks}
+                kept = _read(path, environment)  # another process may have added to it
+                for part, entries in found.items():
+                    others = [e for e in kept[part] if not about.items() <= e.items()]
+                    kept[part] = others + [about | entry for entry in entries]
+                save(kept | {"date": datetime.now(timezone.utc).date().isoformat()}, path)
     except KeyboardInterrupt:
         is_complete = False
-    if dist.is_available() and dist.is_initialized():  # ranks that have compared what they read must not change it
-        return Tuning(path if "date" in kept else None, kept, is_complete=is_complete)
-    tuned.loaded.cache_clear()
-    launch = sys.modules.get("flexdilated.backends.triton.launch")
-    if launch is not None:
-        launch.PLANS.clear()  # launches planned in forms that this process read before
+    if not (dist.is_available() and dist.is_initialized()):  # ranks that have compared what they read must not change it
+        tuned.loaded.cache_clear()
+        launch = sys.modules.get("flexdilated.backends.triton.launch")
+        if launch is not None:
+            launch.PLANS.clear()  # launches planned in forms that this process read before
+    kept = _read(path, environment)
     return Tuning(path if "date" in kept else None, kept, is_complete=is_complete)
+
+
+def _read(path: Path, environment: Kept) -> Kept:
+    """The content of a kept file, or that of an empty one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a damaged file, which the next one replaces
+        is_known = tuned.parsed(path, environment).path is not None
+    return json.loads(path.read_text()) if is_known else {"environment": environment, "measured": [], "forms": [], "checks": []}
 
 
 def make(dtype: torch.dtype, name: str, case: Case, device: str) -> Runnable:
@@ -182,57 +194,54 @@ def _why_not(candidate: Candidate, hardware: Hardware, dtype: torch.dtype, head_
     return why_not(candidate.backend, request) or unasked
 
 
-def _check(
-    kept: Kept, plan: Plan, setting: tuple[torch.dtype, int], device: torch.device, processes: int, progress: Progress
-) -> None:
-    """Check a dtype and head dim, in place of kept checks.
+def _check(plan: Plan, setting: tuple[torch.dtype, int], device: torch.device, processes: int, progress: Progress) -> list[Kept]:
+    """Check a dtype and head dim.
 
     Raises:
-        RuntimeError: If no process could run one.
+        RuntimeError: If no process could run a check.
     """
-    (dtype, head_dim), name = setting, dtype_name(setting[0])
-    progress.begin(f"{name}, head dim {head_dim}: compiling and checking")
+    dtype, head_dim = setting
+    progress.begin(f"{dtype_name(dtype)}, head dim {head_dim}: compiling and checking")
     able = [c.name for c in plan.candidates if _why_not(c, detect(device), *setting) is None]
     what = (plan.checked, plan.checked_tokens, plan.group, (head_dim,))
     jobs = [job for c in able for job in definition_jobs(partial(make, dtype), c, *what, half=True)]
     verdicts = examined(jobs, str(device), processes, progress.add)
     if jobs and all(text == ENDED for found in verdicts for text in found.values()):
         raise RuntimeError('no check ran: its processes ended; call tune() under `if __name__ == "__main__":`, or with processes=0')
-    checks = [
-        _entry(setting, job.candidate, job.form(way), job.case.name, text)
+    return [
+        {"candidate": job.candidate, "form": job.form(way), "case": job.case.name, "found": text}
         for job, found in zip(jobs, verdicts)
         for way, text in found.items()
     ]
-    kept["checks"] = [c for c in kept["checks"] if (c["dtype"], c["head_dim"]) != (name, head_dim)] + checks
 
 
 def _time(
-    kept: Kept,
     plan: Plan,
     setting: tuple[torch.dtype, int],
     device: torch.device,
+    progress: Progress,
+    checks: list[Kept],
     *,
     way: str,
     constants: tuple[str, ...],
-    progress: Progress,
-) -> tuple[str, ...]:
-    """Time a dtype, head dim and way, in place of kept times. Returns `constants` and those of the fastest right form."""
-    (dtype, head_dim), name, training = setting, dtype_name(setting[0]), way == "backward"
-    about = {"device": kept["environment"]["level"], "dtype": name, "training": training, "head_dim": head_dim}
-    checks = [c for c in kept["checks"] if (c["dtype"], c["head_dim"]) == (name, head_dim)]
+) -> tuple[list[Kept], tuple[str, ...]]:
+    """The times of a dtype, head dim and way, and the constants of the fastest right form. Adds wrong results to `checks`.
+
+    Calls run with `constants`. Lengths for which the memory of the device does not suffice are left out.
+    """
+    (dtype, head_dim), training = setting, way == "backward"
     able = [c for c in plan.candidates if _is_right(c, way, checks)]
     rows: list[Kept] = []
     for tokens in plan.lengths:
-        progress.begin(f"{name}, head dim {head_dim}: timing {'training' if training else 'inference'} at {tokens:,} tokens")
-        x = inputs(tokens, head_dim, dtype, device)
+        call = "training" if training else "inference"
+        progress.begin(f"{dtype_name(dtype)}, head dim {head_dim}: timing {call} at {tokens:,} tokens")
         found: dict[str, str] = {}
-        calls = dict(_calls(able, x, constants, found, training=training))
-        for c in [c for c in able if found.get(c.name, "").startswith(WRONG)]:
-            kept["checks"].append(_entry(setting, c.name, way, f"beside sdpa at {tokens} tokens", found[c.name]))
-            able.remove(c)
-        if "sdpa" in calls:
+        with suppress(torch.OutOfMemoryError):
+            calls = dict(_calls(able, inputs(tokens, head_dim, dtype, device), constants, found, training=training))
             times = in_turns(calls, device, plan.rounds)
-            rows.append({**about, "tokens": tokens, "ms": {c: round(1e3 * s, 4) for c, s in times.items()}})
+            rows.append({"training": training, "tokens": tokens, "ms": {c: round(1e3 * s, 4) for c, s in times.items()}})
+        able = [c for c in able if not found.get(c.name, "").startswith(WRONG)]
+        checks += [{"candidate": c, "form": way, "case": f"beside sdpa at {tokens} tokens", "found": found[c]} for c in found]
         progress.add(Progress.LENGTH)
     best = _best(able, rows)
     for row in rows:
@@ -245,17 +254,7 @@ def _time(
         if "dense" in ms:
             least = min(ms[c] for c in ("sdpa", *(c.name for c in able)) if c in ms)
             row["of_dense"] = round(_pairs(row["tokens"]) / least * ms["dense"], 3)
-    same = (about["dtype"], about["training"], about["head_dim"])
-    kept["measured"] = [m for m in kept["measured"] if (m["dtype"], m["training"], m["head_dim"]) != same] + rows
-    own_constants = best.constants if best else ()
-    forms = [f for f in kept["forms"] if (f["dtype"], f["head_dim"]) != (name, head_dim)]
-    kept["forms"] = [*forms, {"dtype": name, "head_dim": head_dim, "constants": [*constants, *own_constants]}]
-    return own_constants
-
-
-def _entry(setting: tuple[torch.dtype, int], candidate: str, form: str, case: str, found: str) -> Kept:
-    dtype, head_dim = setting
-    return {"candidate": candidate, "form": form, "case": case, "dtype": dtype_name(dtype), "head_dim": head_dim, "found": found}
+    return rows, best.constants if best else ()
 
 
 def _is_right(candidate: Candidate, way: str, checks: Sequence[Kept]) -> bool:
@@ -279,12 +278,13 @@ def _calls(
             actual = call()
         except (torch.OutOfMemoryError, NotImplementedError):
             if name == "sdpa":
-                return
+                raise
             continue
         except Exception as error:  # compilers and drivers raise errors of any kind: leave the candidate out
-            found[name] = f"failed: {type(error).__name__}: {error}"[:400]
             if name == "sdpa":
                 raise
+            if name != "dense":
+                found[name] = f"failed: {type(error).__name__}: {error}"[:400]
             continue
         expected = expected or actual
         if name != "dense" and (text := verdict(partial(_assert_near, actual, expected))) != "right":
@@ -305,9 +305,11 @@ def _within(candidate: Candidate, call: Call, constants: tuple[str, ...]) -> Cal
 
 
 def _assert_near(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    """Results decrease along a causal sequence: compare each part with its own largest element."""
     for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected):
-        error, largest = (a.float() - e.float()).abs().max().item(), e.float().abs().max().item()
-        assert error <= NEAR * largest, f"{name} differs from that of sdpa by {error:.1e}, of elements up to {largest:.1e}"
+        errors, sizes = (x.float().abs().amax((0, 2, 3)).split(PART) for x in (a.float() - e.float(), e))
+        largest = torch.stack([error.max() / size.max() for error, size in zip(errors, sizes)]).max().item()
+        assert largest <= NEAR, f"{name} differs from that of sdpa by {largest:.1e} of the largest element in {PART} tokens"
 
 
 def _best(able: Sequence[Candidate], rows: Sequence[Kept]) -> Candidate | None:
@@ -327,9 +329,11 @@ def _pairs(tokens: int) -> float:
     return PATTERN.count_pairs(tokens, NUM_HEADS, is_causal=True) / (NUM_HEADS * (tokens // rows) * rows * (rows + 1) / 2)
 
 
-def chosen(entry: Kept) -> str:
-    """The fastest backend of a measured entry, with the form of the Triton kernels."""
-    backend = faster(entry)
+def chosen(kept: Kept, entry: Kept) -> str:
+    """What `backend="auto"` takes for the calls of a measured entry: a backend, or a form of the Triton kernels."""
+    backend, is_right = faster(entry), tuned.checked(kept["checks"])
+    if any(is_right.get((backend, way, entry["dtype"])) is False for way in WAYS[: 1 + entry["training"]]):
+        return "sdpa"
     return str(entry["form"]) if backend == "triton" else backend
 
 

@@ -122,7 +122,7 @@ def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = "triton, from 2,896 tokens sdpa in float32; triton in bfloat16, float16; sdpa in float64"
     ran = doctor._preference(simulate("sm_90"))
     assert ran.startswith(f"auto takes {chosen}, {gpu}{left_out.format('forward, grouped heads')}")
-    assert doctor._preference(simulate("sm_70")).startswith(f"{unknown}. FLEXDILATED_CACHE=off: ")
+    assert doctor._preference(simulate("sm_70")).startswith(f"{unknown}. Measurements of flexdilated tune are not read: ")
 
 
 def test_doctor_says_what_fails_with_the_installed_versions(monkeypatch: pytest.MonkeyPatch) -> None:
