@@ -64,12 +64,14 @@ def _print(found: Tuning) -> None:
     console = Console()
     wrong = {f"{c['candidate']}, {c['form']}, {c['case']}: {c['found']}" for c in found.kept["checks"] if c["found"] != "right"}
     console.print(*sorted(wrong), sep="\n", markup=False, soft_wrap=True)
-    columns = ("dtype", "D", "call", "tokens", "sdpa, ms", "auto, ms", "auto takes")
+    columns = ("dtype", "D", "call", "tokens", "sdpa, ms", "auto, ms", "of dense rate", "auto takes")
     table = Table(*columns)
     for entry in found.kept["measured"]:
         call, name = "training" if entry["training"] else "inference", chosen(found.kept, entry)
-        times = [f"{entry['ms'][each]:.3g}" for each in ("sdpa", name)]
-        table.add_row(entry["dtype"], str(entry["head_dim"]), call, f"{entry['tokens']:,}", *times, name)
+        times = [f"{entry['ms'][each]:,.2f}" for each in ("sdpa", name)]
+        rate = f"{entry['of_dense']:.0%}" if "of_dense" in entry else "-"
+        setting = (entry["dtype"], str(entry["head_dim"]), call, f"{entry['tokens']:,}")
+        table.add_row(*setting, *times, rate, name)
     options.print_table(console, table)
     console.print(
         f"kept in {found.path}" if found.path else "nothing is kept", "" if found.is_complete else "(interrupted)", soft_wrap=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -209,9 +208,10 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
         return found
 
     def verdicts(some: Sequence[Job], workers: int) -> list[Verdicts]:
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, _children_end_with_interrupts():
-            with _children_without_interrupts():
-                futures = [pool.submit(examine, job, device) for job in some]
+        ignore = (signal.SIGINT, signal.SIG_IGN)  # only this process acts on Ctrl-C
+        pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=signal.signal, initargs=ignore)
+        with pool, _children_end_with_interrupts():
+            futures = [pool.submit(examine, job, device) for job in some]
             for future in futures:
                 future.add_done_callback(lambda future: done())
             try:
@@ -237,19 +237,6 @@ def _children_end_with_interrupts() -> Iterator[None]:
         for child in set(active_children()) - before:
             child.terminate()
         raise
-
-
-@contextmanager
-def _children_without_interrupts() -> Iterator[None]:
-    """Processes that start inside the block ignore Ctrl-C: only this process acts on it. In other threads: nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def examine(job: Job, device: str) -> Verdicts:
