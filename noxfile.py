@@ -370,6 +370,7 @@ def bench(session: nox.Session) -> None:
         if option in session.posargs:
             session.run("python", "-m", f"benchmarks.{other}", *(a for a in session.posargs if a != option))
             return
+    session.install("--no-deps", "torchscale-gml==0.2.3")  # torchscale, commit 4d1e0e8, whose own releases have no LongNet
     run = os.path.join(session.create_tmp(), "benchmarks.json")
     options = [argument for argument in session.posargs if argument != "--keep"]
     session.run("python", "-m", "pytest", "benchmarks", f"--benchmark-json={run}", *options)

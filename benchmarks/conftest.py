@@ -27,6 +27,7 @@ class Sizes:
     documents: tuple[int, int]  # how many, tokens in all
     short_documents: int
     training: int
+    steps: tuple[int, ...]  # tokens of a language model's training step
     rounds: int
     quick: bool
 
@@ -39,6 +40,7 @@ FULL = Sizes(
     documents=(256, 65536),
     short_documents=4096,
     training=8192,
+    steps=(2048, 8192, 32768),
     rounds=5,
     quick=False,
 )
@@ -50,6 +52,7 @@ QUICK = Sizes(
     documents=(16, 4096),
     short_documents=256,
     training=1024,
+    steps=(1024,),
     rounds=2,
     quick=True,
 )
@@ -71,6 +74,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "dense_tokens" in metafunc.fixturenames:
         longest = (LONG,) if metafunc.config.getoption("--long") else ()
         metafunc.parametrize("dense_tokens", sizes_of(metafunc.config).dense + longest)
+    if "step_tokens" in metafunc.fixturenames:
+        metafunc.parametrize("step_tokens", sizes_of(metafunc.config).steps)
 
 
 @pytest.fixture(scope="session")
