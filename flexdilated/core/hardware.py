@@ -102,7 +102,7 @@ def without_autocast(device: torch.device, *, traced_before: bool = False) -> Ab
 
 def _has_autocast(device_type: str) -> bool:
     # The compiler of torch 2.9 cannot trace the question.
-    return device_type in AUTOCAST if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device_type)
+    return device_type in AUTOCAST or (not torch.compiler.is_compiling() and torch.amp.is_autocast_available(device_type))
 
 
 def _cpu_has(*names: str) -> bool:

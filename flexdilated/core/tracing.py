@@ -62,6 +62,11 @@ def holds_values(x: Tensor) -> bool:
     return not x.is_meta and (torch.compiler.is_dynamo_compiling() or not is_fake(x))
 
 
+def reads_freely(x: Tensor) -> bool:
+    """Whether the elements of a plain tensor can be read without waiting: on a CPU, outside compilers and torch.func."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu and not torch._is_functional_tensor(x)
+
+
 def is_symbolic(size: int) -> bool:
     """Whether a size is a symbol, in compiled or exported code that is to hold for several.
 

@@ -12,7 +12,7 @@ from flexdilated.core.checks import DTYPES, check_dense, check_sinks
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.integers import as_integer, at_least_one
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.tracing import holds_values
+from flexdilated.core.tracing import holds_values, reads_freely
 
 
 class Sizes(NamedTuple):
@@ -123,9 +123,9 @@ def check_lengths(lengths: Tensor | None, cache_lengths: Tensor, num_tokens: int
     if lengths.shape != cache_lengths.shape:
         raise ValueError(f"lengths must have shape (B,)=({len(cache_lengths)},), got {tuple(lengths.shape)}")
     in_range = (lengths >= 0) & (lengths <= num_tokens)
-    if lengths.device.type != "cpu" or torch.compiler.is_compiling():  # to read it would wait for the device at every step
+    if not reads_freely(lengths):  # to read it would wait for the device at every step
         torch._assert_async(in_range.all(), f"lengths must be in [0, T={num_tokens}]")
-    elif holds_values(lengths) and not bool(in_range.all()):
+    elif not bool(in_range.all()):
         raise ValueError(f"lengths must be in [0, T={num_tokens}], got {lengths.tolist()}")
 
 

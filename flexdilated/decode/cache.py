@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,7 +25,8 @@ from flexdilated.decode.arguments import (
     checked_indices,
     checked_length,
 )
-from flexdilated.decode.store import Past, Store, restored_on_error
+from flexdilated.decode.layout import layouts_of
+from flexdilated.decode.store import Past, Store, restored_on_error, with_marks
 from flexdilated.decode.tokens import BLOCK, Tokens, read_new
 
 if TYPE_CHECKING:
@@ -101,17 +101,15 @@ class DilatedKVCache:
             raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
         self._ranks = None if mesh is None else self._ranks_of(mesh, exchange)
         rank, num_ranks = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
-        branches, segments = range(len(pattern.branches)), len(pattern.segment_lengths)
-        # A window is the last branch, of all heads.
-        runs = [(i, *branches[segments:]) for i in range(segments)] if pattern.heads == "grouped" and segments else [branches]
         with torch.inference_mode(False):  # a tensor allocated in that mode cannot be written to outside of it
             self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            # A sequence whose length is the first number was cut: its rows are those after as many tokens as the second says.
+            self._cut = torch.full((batch_size, 2), -1, dtype=torch.int64, device=device)
             self._order = torch.zeros_like(self._lengths)  # by which sequences they came to be, as ranks compare it
             template = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
             heads = range(first_head, first_head + num_kv_heads)
-            branch_runs = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
-            store_options: dict[str, Any] = {"num_heads": total, "max_length": max_length, "rank": rank, "num_ranks": num_ranks}
-            self._stores = tuple(Store(pattern, branches, heads, like=template, **store_options) for branches in branch_runs)
+            layouts = layouts_of(pattern, heads, total, max_length, template, rank, num_ranks)
+            self._stores = tuple(Store(layout, batch_size) for layout in layouts)
         self._tokens: Tensor | None = None  # of the next call, by hashes, as ranks compare them
         if self._ranks is not None and self.device.type != self._ranks.mesh.device_type:
             raise ValueError(f"device must be that of mesh={self._ranks.mesh.device_type}, got {self.device}")
@@ -219,9 +217,9 @@ class DilatedKVCache:
             NotImplementedError: If a gradient is asked for, or shards come with `records_past`.
             RuntimeError: If a sequence grows beyond `max_length`.
         """
-        scale, heads = check_scale(scale, self.dtype), self.total_kv_heads
-        call = Call(pattern=self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks)
-        call = call._replace(first_head=self.first_head, num_heads=heads)
+        scale = check_scale(scale, self.dtype)
+        first, total = self.first_head, self.total_kv_heads
+        call = Call(self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks, first_head=first, num_heads=total)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
         check_cache_sinks(sinks, q)
@@ -254,7 +252,7 @@ class DilatedKVCache:
             _, added = self._merged(q.new_empty(q.shape[0], 0, q.shape[2], self.head_dim + 1), added, call)
         out, _ = attend(q, new.k, new.v, call)
         self._store(new, added)
-        return out if new.is_plain else self._with_marks(out, new.is_marked)
+        return out if new.is_marked is None else with_marks(self._stores, out, new.is_marked)
 
     def _attend_shards(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, call: Call, shards: tuple[int, ...]
@@ -276,18 +274,12 @@ class DilatedKVCache:
         out = ranks.attend(q, new.k, new.v, call._replace(shard_lengths=shards))
         marks = ranks.marks(new, added, shards)
         if marks is not None:
-            out = self._with_marks(out, marks, start)
+            out = with_marks(self._stores, out, marks, start)
         ranks.distribute(self._stores, new, added, shards)
         self._lengths += added
         self._is_empty = False
         self._past.clear()
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
-
-    def _with_marks(self, out: Tensor, is_marked: Tensor, start: int = 0) -> Tensor:
-        """The outputs of the first tokens, from the `start`-th on: NaN where they see a mark `(B, N, Hkv)`."""
-        sees_mark = torch.cat([store.first_marks(is_marked) for store in self._stores], dim=1)  # (B, Hkv, N)
-        group, span = out.shape[2] // self.num_kv_heads, slice(start, start + out.shape[1])
-        return out.masked_fill(sees_mark[..., span].transpose(1, 2).repeat_interleave(group, 2)[..., None], math.nan)
 
     def _state_before(self, new: Tokens, added: Tensor) -> Past:
         if torch.compiler.is_compiling():
@@ -297,14 +289,16 @@ class DilatedKVCache:
 
     def _attend_one(self, q: Tensor, new: Tokens, added: Tensor, call: Call) -> Tensor:
         """Attention of one token per sequence. The token is stored first, so that no copy of the other rows is needed."""
-        positions = self.new_positions(1)  # (B, 1)
         can_be_refused = self._ranks is not None and not torch.compiler.is_compiling()
-        with restored_on_error(self._stores, positions) if can_be_refused else nullcontext():
-            for store in self._stores:
-                store.put(new, positions[:, 0], added > 0)
-            # Where nothing was added the output is padding, whatever is seen.
-            parts = [store.attend(q, positions, self._lengths + added, call) for store in self._stores]
-            out, added = self._merged(torch.cat(parts, dim=2), added, call)
+        try:
+            with restored_on_error(self._stores, self._lengths[:, None]) if can_be_refused else nullcontext():
+                # Where nothing was added the output is padding, whatever is seen.
+                parts = [store.attend_one(q, new, store.layout.next_plan(self._lengths, added), call) for store in self._stores]
+                out, added = self._merged(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2), added, call)
+        except Exception:
+            if not can_be_refused:  # the rows stay, as after `crop`
+                self._cut.copy_(torch.stack([self._lengths, self._lengths + added], dim=1))
+            raise
         self._lengths += added  # last: what a kernel refuses has not been seen
         return out
 
@@ -349,8 +343,7 @@ class DilatedKVCache:
         indices = checked_indices(indices, self._lengths)
         if indices.shape != (self.batch_size,):
             raise ValueError(f"indices must have shape (B,)=({self.batch_size},), got {tuple(indices.shape)}")
-        tensors = [self._lengths, *(x for store in self._stores for x in (*store.rows_held, store.held))]
-        for x in tensors:
+        for x in (self._lengths, self._cut, *(x for store in self._stores for x in store.rows_held)):
             x.copy_(x.index_select(0, indices))
         self._order.copy_(self._reordered(indices))
         self._past.clear()
@@ -371,7 +364,8 @@ class DilatedKVCache:
         if indices.dim() != 1 or indices.shape[0] < 1:
             raise ValueError(f"indices must have shape (new batch size,), at least (1,), got {tuple(indices.shape)}")
         with torch.inference_mode(False):
-            self._lengths, self._order = self._lengths.index_select(0, indices), self._reordered(indices)
+            self._lengths, self._cut = (x.index_select(0, indices) for x in (self._lengths, self._cut))
+            self._order = self._reordered(indices)
             for store in self._stores:
                 store.select(indices)
         self.batch_size = indices.shape[0]
@@ -402,11 +396,15 @@ class DilatedKVCache:
             NotImplementedError: If the cache holds no values, as on the meta device.
         """
         ends = checked_length(length, self._lengths)
-        lengths = self._lengths.tolist()
-        cuts = [(b, new, old) for b, (new, old) in enumerate(zip(ends, lengths)) if new < old]
-        refusal = next(filter(None, (store.why_lost(*cut) for cut in cuts for store in self._stores)), None)
+        cut_to, cut_from = self._cut.unbind(1)
+        stored = torch.where(self._lengths == cut_to, cut_from, self._lengths)
+        numbers = zip(ends, self._lengths.tolist(), stored.tolist(), range(self.batch_size))
+        cuts = [cut for cut in numbers if cut[0] < cut[1]]
+        refusal = next(filter(None, (store.layout.why_lost(*cut) for cut in cuts for store in self._stores)), None)
         new_lengths = torch.minimum(self._lengths, torch.tensor(ends, device=self.device))
-        if refusal is not None:
+        if refusal is None:
+            self._cut.copy_(torch.stack([new_lengths, stored], dim=1))
+        else:
             if not self._past or bool((new_lengths < self._past[0].lengths).any()):
                 raise ValueError(refusal)
             self._go_back(new_lengths)
@@ -441,9 +439,8 @@ class DilatedKVCache:
         """
         self._lengths.zero_()
         self._order.zero_()
+        self._cut.fill_(-1)
         for store in self._stores:
-            for x in store.rows_held:
-                x.zero_()
-            store.held.fill_(-1)
+            store.clear()
         self._past.clear()
         self._is_empty = True

@@ -92,12 +92,12 @@ class Ranks:
         """
         if not holds_values(new.k):
             raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
-        has_marks = added.new_zeros(1) if new.is_plain else new.is_marked.any()[None].to(added.dtype)
+        has_marks = added.new_zeros(1) if new.is_marked is None else new.is_marked.any()[None].to(added.dtype)
         rows = self.whole(torch.cat([has_marks, added])[None], (1,) * self.size, 0)
         check_same(rows[:, 1:], self.numbers)
         if not bool(rows[:, 0].any()):
             return None
-        return self.whole(new.is_marked, lengths)
+        return self.whole(new.marks(), lengths)
 
     def distribute(self, stores: Sequence[Store], new: Tokens, end: Tensor, lengths: Sequence[int]) -> None:
         """From the first `end` `(B,)` tokens of a sharded sequence, store the rows in the segment of the last token.
@@ -112,10 +112,10 @@ class Ranks:
 
         shard_local, width = shards[self.rank], 2 * new.k.shape[3] + 1
         sends = {
-            peer: torch.cat([store.rows_at(new, index_in(store.last_positions(peer, end), shard_local)) for store in stores])
+            peer: torch.cat([store.rows_at(new, index_in(store.layout.last_positions(peer, end), shard_local)) for store in stores])
             for peer in range(self.size)
         }
-        own_positions = [store.last_positions(self.rank, end) for store in stores]
+        own_positions = [store.layout.last_positions(self.rank, end) for store in stores]
         # Computed twice: the indices of all peers together would be as large as all rows times the peers.
         rows = {
             peer: [int((index_in(positions, shard) >= 0).sum()) for positions in own_positions] for peer, shard in enumerate(shards)
@@ -126,8 +126,6 @@ class Ranks:
         for peer, message in receives.items():
             for store, positions, part in zip(stores, own_positions, message.split(rows[peer])):
                 store.put_rows(part, index_in(positions, shards[peer]))
-        for store in stores:
-            store.hold(end)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Send to each peer, and fill what comes from it."""

@@ -8,36 +8,42 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.tracing import holds_values
+from flexdilated.core.tracing import holds_values, reads_freely
 
 # Tokens per attention call of a chunk after stored keys: the mask has a row per token and a column per stored row.
 BLOCK = 128
 
 
 class Tokens(NamedTuple):
-    """New keys and values `(B, T, Hkv, D)`, finite: 0 where `is_marked` `(B, T, Hkv)`, known to be nowhere if `is_plain`."""
+    """New keys and values `(B, T, Hkv, D)`, finite: 0 where `is_marked` `(B, T, Hkv)`; None: nowhere."""
 
     k: Tensor
     v: Tensor
-    is_marked: Tensor
-    is_plain: bool
+    is_marked: Tensor | None
+
+    def marks(self) -> Tensor:
+        return torch.zeros_like(self.k[..., 0], dtype=torch.bool) if self.is_marked is None else self.is_marked
 
     def block(self, start: int) -> Tokens:
         block = slice(start, start + BLOCK)
-        return Tokens(self.k[:, block], self.v[:, block], self.is_marked[:, block], self.is_plain)
+        return Tokens(self.k[:, block], self.v[:, block], None if self.is_marked is None else self.is_marked[:, block])
 
 
 def marked(k: Tensor, v: Tensor) -> Tokens:
     """Keys and values whose non-finite rows are marks: masked or not, they would reach every output through 0 * inf."""
+    is_free = reads_freely(k)
+    # A sum of products is not finite if an element is not; if it overflows, the exact check below follows.
+    if is_free and math.isfinite(torch.dot(k.flatten(), v.flatten()).item()):
+        return Tokens(k, v, None)
     # The largest absolute value, by a reduction that keeps NaN and needs no temporary of the size of k.
     largest = torch.maximum(*(torch.linalg.vector_norm(x, math.inf, dim=-1) for x in (k, v)))
     is_marked = ~(largest < math.inf)  # NaN too
     # Copies are worth a look at the mark where tokens are many, as in a prompt; where they are few, a look makes the device wait.
-    looks = k.shape[1] > BLOCK and not torch.compiler.is_compiling() and holds_values(k)
+    looks = is_free or (k.shape[1] > BLOCK and not torch.compiler.is_compiling() and holds_values(k))
     if looks and not bool(is_marked.any()):
-        return Tokens(k, v, is_marked, is_plain=True)
+        return Tokens(k, v, None)
     k, v = (x.masked_fill(is_marked[..., None], 0.0) for x in (k, v))
-    return Tokens(k, v, is_marked, is_plain=False)
+    return Tokens(k, v, is_marked)
 
 
 def read_new(

@@ -233,7 +233,7 @@ def test_each_rank_holds_its_share_of_the_rows(pattern: DilatedPattern, size: in
         return cache.nbytes, cache.rows_per_head, used
 
     found = simulate(size, work)
-    branches = [len(store.branches) for store in one._stores for _ in store.heads]
+    branches = [len(store.rows) for store in one._stores for _ in store.heads]
     by_branch = {head: [ceil(rows / size) for rows in store.rows] for store in one._stores for head in store.heads}
     for nbytes, rows, _ in found:
         assert rows == tuple(sum(by_branch[head]) for head in sorted(by_branch))
