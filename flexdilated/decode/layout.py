@@ -70,7 +70,7 @@ class Layout:
         self.places = self._places(rank)
         self.places_of_rows = torch.cat(self.places, dim=1)  # (heads, sum of rows)
         self.branch_of_row = torch.cat([torch.full((rows,), i, device=device) for i, rows in enumerate(self.rows)])
-        self.biases = torch.tensor(0.0, dtype=self.dtype, device=device), torch.tensor(-math.inf, dtype=self.dtype, device=device)
+        self.biases = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=device).unbind()
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.key == other.key)
