@@ -218,8 +218,8 @@ class DilatedKVCache:
             RuntimeError: If a sequence grows beyond `max_length`.
         """
         scale = check_scale(scale, self.dtype)
-        first, total = self.first_head, self.total_kv_heads
-        call = Call(self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks, first_head=first, num_heads=total)
+        options = {"first_head": self.first_head, "num_heads": self.total_kv_heads}
+        call = Call(pattern=self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks)._replace(**options)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
         check_cache_sinks(sinks, q)

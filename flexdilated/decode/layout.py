@@ -68,9 +68,7 @@ class Layout:
         # What positions are counted by modulo: a window keeps all rows once it is full.
         self.cycles = torch.where(self.tokens_per_held == 1, FAR, self.lengths_of_segments)
         self.places = self._places(rank)
-        self.places_of_rows = torch.cat(self.places, dim=1)  # (heads, sum of rows)
-        self.branch_of_row = torch.cat([torch.full((rows,), i, device=device) for i, rows in enumerate(self.rows)])
-        self.biases = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=device).unbind()
+        self.bias_seen, self.bias_hidden = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=device).unbind()
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.key == other.key)
@@ -163,7 +161,7 @@ class Layout:
         limits = torch.where(keeps, ends[:, None], -1)
         if self.num_ranks == 1:  # kernels disagree on a row without a key: let it see everything, and drop what it gives
             limits = limits.masked_fill(unreached, FAR)
-        seen = self.places_of_rows <= limits.index_select(-1, self.branch_of_row)  # (B, heads, rows)
+        seen = torch.cat([places <= limits[..., i, None] for i, places in enumerate(self.places)], dim=-1)  # (B, heads, rows)
         stores = keeps if is_new is None else keeps & is_new[:, None, None]
         if self.num_ranks > 1:
             rows, stores = rows // self.num_ranks, stores & (rows % self.num_ranks == self.rank)[:, None]
@@ -172,7 +170,7 @@ class Layout:
         return Plan(
             places[..., None].expand(-1, -1, -1, self.head_dim),
             ~stores.any(-1)[..., None, None],
-            torch.where(seen, *self.biases)[:, :, None],
+            torch.where(seen, self.bias_seen, self.bias_hidden)[:, :, None],
             unreached[..., None],
         )
 
