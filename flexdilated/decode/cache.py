@@ -108,7 +108,7 @@ class DilatedKVCache:
             self._order = torch.zeros_like(self._lengths)  # by which sequences they came to be, as ranks compare it
             template = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
             heads = range(first_head, first_head + num_kv_heads)
-            layouts = layouts_of(pattern, heads, total, max_length, template, rank, num_ranks)
+            layouts = layouts_of(pattern, heads, total, max_length, like=template, rank=rank, num_ranks=num_ranks)
             self._stores = tuple(Store(layout, batch_size) for layout in layouts)
         self._tokens: Tensor | None = None  # of the next call, by hashes, as ranks compare them
         if self._ranks is not None and self.device.type != self._ranks.mesh.device_type:
@@ -218,8 +218,8 @@ class DilatedKVCache:
             RuntimeError: If a sequence grows beyond `max_length`.
         """
         scale = check_scale(scale, self.dtype)
-        options = {"first_head": self.first_head, "num_heads": self.total_kv_heads}
-        call = Call(pattern=self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks)._replace(**options)
+        call = Call(pattern=self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks)
+        call = call._replace(first_head=self.first_head, num_heads=self.total_kv_heads)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
         check_cache_sinks(sinks, q)

@@ -209,7 +209,7 @@ def layouts_of(
     # A window is the last branch, of all heads.
     runs = [(i, *branches[segments:]) for i in range(segments)] if pattern.heads == "grouped" and segments else [tuple(branches)]
     run_here = [run for run in runs if any(head in heads for head in pattern.head_range(run[0], num_heads))]
-    return [Layout(pattern, run, heads, num_heads, max_length, like, rank, num_ranks) for run in run_here]
+    return [Layout(pattern, run, heads, num_heads, max_length, like=like, rank=rank, num_ranks=num_ranks) for run in run_here]
 
 
 @recent(lambda plan, *_: plan.bias.nbytes, room=1 << 24)
