@@ -31,8 +31,8 @@ HALF = {
         100: (TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 3), TileConfig(64, 64, 8, 2)),
     },
     "differentiate_keys": {
-        80: (TileConfig(64, 64, 8, 2), TileConfig(32, 64, 8, 2), TileConfig(32, 32, 8, 2)),
-        86: (TileConfig(64, 64, 8, 2), TileConfig(32, 64, 8, 2), TileConfig(32, 32, 8, 1)),
+        80: (TileConfig(32, 128, 8, 2), TileConfig(32, 64, 8, 2), TileConfig(32, 32, 8, 2)),
+        86: (TileConfig(32, 128, 8, 2), TileConfig(32, 64, 8, 2), TileConfig(32, 32, 8, 1)),
         90: (TileConfig(32, 64, 4, 3), TileConfig(32, 128, 8, 3), TileConfig(32, 64, 8, 2)),
         100: (TileConfig(64, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(32, 64, 8, 2)),
     },
