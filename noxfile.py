@@ -17,6 +17,7 @@ nox.options.reuse_venv = "yes"
 nox.options.default_venv_backend = "virtualenv"
 
 TORCH = "2.13.0"  # what development and CI use
+TRITON = "3.7.1"  # of its builds for CUDA
 TORCH_VERSIONS = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # the oldest supported one first
 TRANSFORMERS_VERSIONS = ("5.12.0", "5.24.0")  # the oldest supported one, and the newest when this was written
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
@@ -347,6 +348,7 @@ def emulated(session: nox.Session) -> None:
 def cubins(session: nox.Session) -> None:
     """Compile the Triton kernels for GPUs that are not here; compare with what is kept (many minutes; `-- --levels 90`: fewer)."""
     _extend(session)
+    session.install("--no-deps", f"triton=={TRITON}")
     session.run("python", "-m", "benchmarks.lab.cubins", *session.posargs)
 
 
