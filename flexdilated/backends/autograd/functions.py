@@ -133,7 +133,8 @@ def attend_piece(
         ignored = read(key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece.of_keys)[..., None, :, 0]
     pairs = queries[None, :, :, None, None, :, None], keys[None, :, :, None, None, None, :]
     window = window if piece.branch == len(segments) else None
-    rows = Rows(read(q, piece, group=group), read(k, piece.of_keys), read(v, piece.of_keys), ignored, b, h, *pairs)
+    tensors = read(q, piece, group=group), read(k, piece.of_keys), read(v, piece.of_keys)
+    rows = Rows(*tensors, ignored=ignored, b=b, h=h, q_idx=pairs[0], kv_idx=pairs[1])
     out, lse = attend_lanes(rows, call, window)
     return with_zero_keys(out, lse, piece.zero_keys)
 
@@ -278,11 +279,11 @@ def _attend_grid(
             q[:, q_token, h].masked_fill(is_padding[..., None], 0.0)[:, :, None],
             k,
             v,
-            ignored[:, :, None, None, :],
-            b,
-            h[None, :, None, :, None],
-            q_token[None, :, None, :, None],
-            k_token[None, :, None, None, :],
+            ignored=ignored[:, :, None, None, :],
+            b=b,
+            h=h[None, :, None, :, None],
+            q_idx=q_token[None, :, None, :, None],
+            kv_idx=k_token[None, :, None, None, :],
         )
         out, lse = attend_rows(rows, call, window)
         outs.append(out[:, :, 0])
