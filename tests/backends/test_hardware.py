@@ -32,6 +32,13 @@ LEVELS = list(TABLE) if ASKED is None else [ASKED]
 DTYPES = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)
 
 
+@pytest.fixture
+def old_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cuDNN that torch does not prefer, whatever this torch was built with."""
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+
+
+@pytest.mark.usefixtures("old_cudnn")
 @pytest.mark.parametrize("level", LEVELS)
 def test_level_gets_its_kernels(level: str) -> None:
     plain, masked, _ = TABLE[level]
@@ -72,6 +79,7 @@ def test_cpu_without_instructions_for_a_dtype_computes_in_float32(
     assert all(map(torch.equal, terms, wide))
 
 
+@pytest.mark.usefixtures("old_cudnn")
 def test_wide_heads_leave_flash_for_the_memory_efficient_kernel() -> None:
     for head_dim, kernel in ((128, "flash"), (256, "flash"), (257, "efficient"), (512, "efficient")):
         assert choose_kernel("sdpa", DispatchKey(simulate("sm_90"), FLOAT16, head_dim)).name == kernel
