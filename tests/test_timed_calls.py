@@ -62,7 +62,8 @@ def test_an_interrupt_ends_processes_that_hang(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    begin, before = time.monotonic(), signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    # A shell ignores Ctrl-C in its background jobs.
+    begin, before = time.monotonic(), signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             examined([Job(hang, str(started), Case("hangs", DilatedPattern((8,), (1,))))] * 2, "cpu", 1)
