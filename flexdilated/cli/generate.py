@@ -38,7 +38,12 @@ def generate(
     if loaded.config.vocab_size != BYTES:
         refuse(f"--model must be a model of bytes, with vocab_size={BYTES}, got vocab_size={loaded.config.vocab_size}")
     text = continued(loaded, prompt_bytes, num_bytes=num_bytes, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
-    typer.echo(text.decode("utf-8", "replace"))
+    typer.echo(printable(text))
+
+
+def printable(text: bytes) -> str:
+    """The text for a terminal: any control character but a tab and a newline is replaced."""
+    return "".join(each if each.isprintable() or each in "\t\n" else "\ufffd" for each in text.decode("utf-8", "replace"))
 
 
 def continued(model: LongNetLM, prompt: bytes, *, num_bytes: int, seed: int, **options: Any) -> bytes:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated.analysis import missing_residues
-from flexdilated.cli.generate import continued
+from flexdilated.cli.generate import continued, printable
 from flexdilated.cli.options import (
     CudaDeviceOption,
     DilationRatesOption,
@@ -204,7 +204,9 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Train
         TimeRemainingColumn(),
     )
     if options.compile and begun < options.steps:
-        console.print(f"{name}: compiling, in the first step; on a CPU this takes about a minute")
+        console.print(
+            f"{name}: compiling, in the first step, for about a minute on an idle CPU; step 2 says how long the rest takes"
+        )
     with Progress(*columns, console=console) as progress:
         status = "compiling" if options.compile else ""
         task = progress.add_task(name, total=options.steps, completed=begun, status=status)
@@ -217,7 +219,7 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Train
                 first, second = (entry["seconds"] for entry in now.history[-2:])
                 left = _duration((options.steps - now.step) * second)
                 console.print(
-                    f"{name}: the first step took {_duration(first)}; the {options.steps - now.step} left take about {left}"
+                    f"{name}: the first step took {_duration(first)}; steps left: {options.steps - now.step}, for about {left}"
                 )
 
         try:
@@ -252,8 +254,8 @@ def _finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console:
         file.write(written)
     console.print(table)
     console.print("sample (prompt in bold):")
-    shown = Text(prompt.decode("utf-8", "replace"), style="bold")
-    console.print(shown.append(written[len(prompt) :].decode("utf-8", "replace"), style="not bold"))
+    shown = Text(printable(prompt), style="bold")
+    console.print(shown.append(printable(written[len(prompt) :]), style="not bold"))
     console.print(f"saved in {output}: dilated/model.safetensors, loss.png, sample.txt", soft_wrap=True)
     for line in (_meaning(corpus), beside_dense(trainers, is_default=is_default), _next_commands(output, options)):
         console.print(line, soft_wrap=True, highlight=False)

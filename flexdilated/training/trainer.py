@@ -157,7 +157,13 @@ class Trainer:
             ensure_equal(self.mesh, {"the step of the checkpoint": self.step})
             while self.step < self.options.steps:
                 start = time.perf_counter()
-                value = self._advance()
+                try:
+                    value = self._advance()
+                except RuntimeError:
+                    if self.mesh is not None or not stop():
+                        raise
+                    self.save()  # a terminal's Ctrl-C also ends the C++ compiler, before this step changed a weight
+                    break
                 # The first step of a process compiles: it says nothing of the speed.
                 self.history.append({"step": self.step, "train": value, "seconds": time.perf_counter() - start})
                 if self.step % self.options.eval_every == 0 or self.step == self.options.steps:

@@ -41,7 +41,7 @@ def test_train_writes_goes_on_and_begins_anew(tmp_path: Path, text: Path) -> Non
     assert code == 0
     assert "bits per held-out byte" in out
     assert "step 0 of 4, 74 bytes each" in out
-    assert re.search(r"dilated: the first step took \d+ s; the 2 left take about \d+ s\n", out)
+    assert re.search(r"dilated: the first step took \d+ s; steps left: 2, for about \d+ s\n", out)
     raw, dense, more = out.splitlines()[-3:]
     held_out = load_corpus([tmp_path], 37, without=[run]).held_out.numpy().tobytes()
     sizes = [8 * len(packed) / len(held_out) for packed in (gzip.compress(held_out), lzma.compress(held_out, preset=9))]

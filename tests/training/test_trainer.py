@@ -50,6 +50,24 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, text
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_signal_that_ends_the_compiler_too_stops_with_a_checkpoint(is_stopped: bool, tmp_path: Path, text: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        if is_stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+        raise RuntimeError("C++ compile error")
+
+    trainer.loss = fail
+    if is_stopped:
+        assert not trainer.run(lambda _: None)
+    else:
+        with pytest.raises(RuntimeError, match=r"C\+\+ compile error"):
+            trainer.run(lambda _: None)
+    assert (tmp_path / "run" / "checkpoint-0").is_dir() == is_stopped
+
+
 def test_second_signal_stops_at_once(tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(tmp_path / "run", text)
 
