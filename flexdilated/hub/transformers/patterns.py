@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -88,7 +89,9 @@ def _chosen(config: Any, heads: int | None, tokens: int | None, budget: float, *
         )
     best = choose_pattern(tokens, heads, budget=budget, is_causal=is_causal).shown[0]
     if not best.is_within_budget:
-        raise ValueError(f"budget must be at least {best.share:.3g} for {tokens} tokens and {heads} key/value heads, got {budget}")
+        digits = 10 ** (2 - math.floor(math.log10(best.share)))
+        least = math.ceil(best.share * digits) / digits  # rounded up: this budget is accepted
+        raise ValueError(f"budget must be at least {least:.3g} for {tokens} tokens and {heads} key/value heads, got {budget}")
     return best.pattern
 
 

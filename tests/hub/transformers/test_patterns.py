@@ -86,6 +86,11 @@ def test_a_pattern_is_chosen_for_the_heads_and_set_in_a_model() -> None:
         with pytest.raises(ValueError, match=re.escape(message)):
             hub.set_pattern(model, pattern, **options)
     assert model.config.dilated_pattern is None
+    for tokens in (331, 512, 1009):
+        with pytest.raises(ValueError, match="budget must be at least") as raised:
+            hub.set_pattern(model, "auto", tokens=tokens, budget=0.001)
+        hub.set_pattern(model, "auto", tokens=tokens, budget=float(str(raised.value).split()[5]))
+    model.config.dilated_pattern = None
     says_none = pytest.raises(
         ValueError, match=r"must be a DilatedPattern, got 'auto': PreTrainedConfig does not say how many heads"
     )
