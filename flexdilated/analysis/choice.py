@@ -124,7 +124,7 @@ def choose_pattern(
         return Choice(pattern, pairs, pairs / dense, pairs <= budget * dense, is_given, why)
 
     proposals = [
-        judged(pattern, pairs_over(pattern), _about(pattern, num_tokens, num_heads))
+        judged(pattern, pairs_over(pattern), _about(pattern, num_tokens, num_heads, is_causal=is_causal))
         for pattern in _proposals(num_tokens, num_heads)
     ]
     tried = sorted((choice for choice in proposals if choice.share <= 1.0), key=_order)
@@ -184,16 +184,17 @@ def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
                 yield DilatedPattern((local, parts * local, (parts + 1) * local), (1, rate, rate))
 
 
-def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> str:
+def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> str:
     if len(pattern.branches) == 1:
-        return "Dense attention: every token reads all others."
+        return f"Dense attention: every token reads {'itself and all tokens before it' if is_causal else 'all tokens'}."
     segments, window = pattern.split("choose_pattern")
     (far, rate), *third = segments if window else segments[1:]
     near = f"a window of {window.size:,} tokens" if window else f"its segment of {segments[0].segment_length:,} tokens"
     where = f"the tokens of longer segments of {far:,} and {third[0][0]:,}" if third else f"all {num_tokens:,} tokens"
     num_readers = num_heads // rate
     count = f"{num_readers} heads keep the same tokens" if num_readers > 1 else "each head keeps other tokens"
-    return f"Each token reads {near} and, in each head, 1 in {rate} of {where}; {count}."
+    order = " No token reads a later one." if is_causal else ""
+    return f"Each token reads {near}. In each head, 1 in {rate} of {where} also read each other; {count}.{order}"
 
 
 def _about_given(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> str:

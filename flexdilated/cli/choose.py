@@ -12,7 +12,6 @@ from flexdilated.analysis.choice import choose_pattern, few_heads
 from flexdilated.cli import options
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.choices import draw_choices
-from flexdilated.draw.figure import write
 
 EXPLORER = "docs/explorer/index.html"
 
@@ -41,7 +40,9 @@ def choose(
     patterns: list[DilatedPattern] = []
     if preset or segment_lengths or dilation_rates or window:
         named = (segment_lengths, dilation_rates, preset)
-        patterns.append(options.pattern_named(*named, window=window, heads_rule=heads_rule, offsets=offsets, heads=kv_heads))
+        patterns.append(
+            options.pattern_named(*named, window=window, heads_rule=heads_rule, offsets=offsets, heads=kv_heads, tokens=tokens)
+        )
     found = choose_pattern(tokens, kv_heads, budget=budget, is_causal=causal, patterns=patterns)
     note = few_heads(found)
     python = [options.python_of(each.pattern) for each in found.shown]
@@ -65,7 +66,7 @@ def choose(
             typer.echo(f"   {100 * each.share:.3g} % of dense attention{over}. {each.why}")
             typer.echo(f"   {page}")
     if output is not None:
-        write(draw_choices(found), output)
+        options.write_picture(draw_choices(found), output, as_json=as_json)
 
 
 def _address(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, *, causal: bool) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 import typer
@@ -18,6 +18,10 @@ from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.core.checks import why_not_connected
 from flexdilated.core.hardware import dtype_name
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.draw.figure import write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EXAMPLE = DilatedPattern((2048, 4096, 8192), (1, 2, 4))  # without options that name a pattern
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -58,8 +62,11 @@ WindowOption = Annotated[
     typer.Option(min=1, metavar="N", help="Tokens of a sliding window, the query's own among them: beside the segments, or alone."),
 ]
 PresetOption = Annotated[
-    Literal["longnet", "gigapath"] | None,
-    typer.Option(metavar="NAME", help="A published pattern instead of lengths and rates: longnet, gigapath."),
+    Literal["causal", "longnet", "gigapath"] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A pattern instead of lengths and rates: causal (for --tokens and key/value heads; add --causal), longnet, gigapath.",
+    ),
 ]
 HeadsOption = Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Query heads H.")]
 KvHeadsOption = Annotated[
@@ -75,7 +82,10 @@ CudaDeviceOption = Annotated[str, typer.Option(help="Torch device, or 'auto': CU
 def _share(text: str | float) -> float:
     """The number 0.1 for `10%` or `0.1`."""
     found = str(text)
-    return float(found.removesuffix("%")) / (100 if found.endswith("%") else 1)
+    try:
+        return float(found.removesuffix("%")) / (100 if found.endswith("%") else 1)
+    except ValueError:
+        raise typer.BadParameter(f"must be a share such as 10% or 0.1, got '{found}'") from None
 
 
 BudgetOption = Annotated[
@@ -112,13 +122,16 @@ def pattern_named(
     heads_rule: Literal["all", "grouped"] = "all",
     offsets: Literal["blocked", "interleaved"] = "blocked",
     heads: int,
+    tokens: int | None = None,
 ) -> DilatedPattern:
-    """The pattern that the options name, or the default without any, for so many key/value heads."""
+    """The pattern that the options name, or the default without any, for so many key/value heads and tokens."""
     pattern = default
     if preset is not None:
         if segment_lengths is not None or dilation_rates is not None:
             refuse(f"--preset must come without --segment-lengths and --dilation-rates, got '{preset}' and some of them")
-        pattern = PRESETS[preset]()
+        if preset == "causal" and tokens is None:
+            refuse("--preset causal must come with --tokens, got none")
+        pattern = PRESETS[preset]() if preset in PRESETS else DilatedPattern.causal(tokens or 1, heads)
     elif segment_lengths is not None and dilation_rates is not None:
         pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates))
     elif window is not None and segment_lengths is None and dilation_rates is None:
@@ -172,6 +185,14 @@ def check_picture(output: Path | None) -> None:
         require_matplotlib()
         if output.suffix.lower() != ".png":
             refuse(f"--output must end in .png, got '{output}'")
+        if not output.parent.is_dir():
+            refuse(f"--output must be in a folder that exists, got '{output}'")
+
+
+def write_picture(figure: Figure, output: Path, *, as_json: bool = False) -> None:
+    """Write a picture and print its name, beside JSON on standard error."""
+    write(figure, output)
+    typer.echo(f"wrote '{output}'", err=as_json)
 
 
 def require_matplotlib() -> None:

@@ -21,7 +21,6 @@ from flexdilated.core.pattern import BACKWARD, FORWARD
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.sharding import even_shard_lengths
-from flexdilated.draw.figure import write
 from flexdilated.draw.plan import draw_traffic, layer_lines
 
 LABELS = {
@@ -117,7 +116,9 @@ def plan(
     options.check_picture(output)
     kv_heads = options.kv_heads_named(heads, kv_heads)
     pattern_options = (segment_lengths, dilation_rates, preset)
-    pattern = options.pattern_named(*pattern_options, window=window, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
+    pattern = options.pattern_named(
+        *pattern_options, window=window, heads_rule=heads_rule, offsets=offsets, heads=kv_heads, tokens=tokens
+    )
     documents = (tokens,) if document_lengths is None else tuple(document_lengths)
     if min(documents) < 0 or sum(documents) != tokens:
         refuse(f"--document-lengths must add up to --tokens={tokens}, each at least 0, got {','.join(map(str, documents))}")
@@ -153,7 +154,7 @@ def plan(
     else:
         _print(layer, shard_plan, costs, auto, budget=budget, speeds=speeds)
     if output is not None:
-        write(draw_traffic(layer), output)
+        options.write_picture(draw_traffic(layer), output, as_json=as_json)
 
 
 def _print(

@@ -56,7 +56,7 @@ class CommandGroup(TyperGroup):
         except ClickException as error:
             context = getattr(error, "ctx", None)
             advice = "" if context is None else f"; see {context.command_path} --help"
-            _print(error.format_message().rstrip(".") + advice)
+            _print(error.format_message().replace("Value error, ", "").rstrip(".") + advice)
         except OSError as error:
             _print(f"{error.filename or 'the output'} must be a file that can be read or written, got: {error.strerror or error}")
         raise SystemExit(2)

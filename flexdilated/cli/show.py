@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -15,7 +15,6 @@ from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.blocks import BLOCK_SIZE, PICTURE_CELLS, block_panels
-from flexdilated.draw.figure import write
 from flexdilated.draw.panels import describe_heads, figure_of
 from flexdilated.draw.pattern import CELLS, multiplicity_panels
 from flexdilated.draw.terminal import print_panels
@@ -31,7 +30,7 @@ DEFAULT_BLOCK_TOKENS = 65536
 TERMINAL_CELLS = 64  # per side
 
 SMALL = DilatedPattern((16, 32, 64), (1, 2, 4))
-NAMES = {"longnet": "LongNet", "gigapath": "Prov-GigaPath"}
+NAMES = {"causal": "DilatedPattern.causal", "longnet": "LongNet", "gigapath": "Prov-GigaPath"}
 
 EXPLANATION = """\
 waste = visited tiles x pairs per tile / useful pairs
@@ -82,7 +81,8 @@ def show(
     if kv_heads > MAX_HEADS:
         refuse(f"--heads must be at most {MAX_HEADS} key/value heads, one panel each, got {kv_heads}")
     named, default = (segment_lengths, dilation_rates, preset), options.EXAMPLE if blocks else SMALL
-    pattern = options.pattern_named(*named, window=window, default=default, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
+    rules: dict[str, Any] = {"heads_rule": heads_rule, "offsets": offsets}
+    pattern = options.pattern_named(*named, window=window, default=default, heads=kv_heads, tokens=tokens, **rules)
     longest = max(pattern.segment_lengths, default=4 * (window or 1))
     num_tokens = (min(longest, DEFAULT_BLOCK_TOKENS) if blocks else longest) if tokens is None else tokens
     name, console = None if preset is None else NAMES[preset], Console()
@@ -99,7 +99,7 @@ def show(
     if output is None:
         print_panels(console, panels)
     else:
-        write(figure_of(panels), output)
+        options.write_picture(figure_of(panels), output)
     if causal:
         console.print(Text(options.connection(pattern, num_tokens, kv_heads)), soft_wrap=True)
     if blocks:

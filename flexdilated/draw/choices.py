@@ -54,12 +54,12 @@ def draw_choices(choices: Choices) -> Figure:
     axes.axvline(100 * choices.budget, color=INK, linestyle="--", linewidth=1.2, label="budget", zorder=1)
     points = [(100 * each.share, max(1, each.local)) for each in choices.shown]
     yours: dict[str, Any] = {"s": 120, "marker": "*", "facecolors": YOURS, "label": "yours"}
-    for is_given, style in ((False, {"s": 70, "facecolors": "none"}), (True, yours)):
+    for is_given, style in ((False, {"s": 70, "facecolors": "none", "label": "proposed, 1 = best"}), (True, yours)):
         at = [point for point, each in zip(points, choices.shown) if each.is_given == is_given]
         if at:
             axes.scatter(*zip(*at), edgecolors=INK, linewidths=1.0, zorder=4, **style)
     axes.set_xlabel("% of the pairs of dense attention", fontsize=11, color=INK)
-    axes.set_ylabel("tokens per segment or two windows", fontsize=11, color=INK)
+    axes.set_ylabel("tokens per near segment, or 2 x window", fontsize=11, color=INK)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,.12g}")
     axes.tick_params(labelsize=10, colors=INK)

@@ -44,8 +44,8 @@ def plain(text: str) -> str:
 
 
 def wrapped(lines: Sequence[str], width: float) -> list[str]:
-    """The lines, cut in parts of at most `width` characters."""
-    return [part for line in lines for part in textwrap.wrap(line, max(12, int(width)))]
+    """The lines, cut in parts of at most `width` characters; a dot between two parts is left out."""
+    return [part.rstrip(" ·") for line in lines for part in textwrap.wrap(line, max(12, int(width)))]
 
 
 def grid_of(panels: int) -> tuple[int, int]:

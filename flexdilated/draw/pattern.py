@@ -142,10 +142,9 @@ def multiplicity_panels(
         panels.append(
             head_panel(pattern, [head], num_heads, cells_of_head, [density], shortest=1 if size == 1 else -(-num_tokens // 64))
         )
+    density = _density(counts, num_tokens, is_causal) + (", each counted once" if size == 1 else "")
     return Panels(
-        title=pattern_title(
-            pattern, num_tokens, num_heads, is_causal=is_causal, name=name, density=_density(counts, num_tokens, is_causal)
-        ),
+        title=pattern_title(pattern, num_tokens, num_heads, is_causal=is_causal, name=name, density=density),
         panels=panels,
         num_tokens=num_tokens,
         cell=size,

@@ -97,7 +97,7 @@ def finish(
     _plain_ticks(bar)
     styles: dict[str, dict[str, Any]] = {}
     if unseen:
-        styles["weight 0"] = {"marker": "s", "markerfacecolor": UNSEEN, "markeredgecolor": UNSEEN, "markersize": 5}
+        styles["exactly 0"] = {"marker": "s", "markerfacecolor": UNSEEN, "markeredgecolor": UNSEEN, "markersize": 5}
     if query:
         outlined = {"markerfacecolor": "none", "markeredgecolor": MARK, "markeredgewidth": 1.5}
         styles["the query"] = {"marker": "s", "markersize": 8, **outlined}

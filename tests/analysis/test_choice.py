@@ -74,13 +74,19 @@ def test_your_patterns_come_last_and_say_what_is_wrong_with_them() -> None:
 
 def test_sentences() -> None:
     window, two, *_, three = choose_pattern(512, 8).shown
-    far = "and, in each head, 1 in 4 of all 512 tokens; 2 heads keep the same tokens."
-    assert window.why == f"Each token reads a window of 8 tokens {far}"
-    assert two.why == f"Each token reads its segment of 16 tokens {far}"
+    far = "In each head, 1 in 4 of all 512 tokens also read each other; 2 heads keep the same tokens."
+    assert window.why == f"Each token reads a window of 8 tokens. {far}"
+    assert two.why == f"Each token reads its segment of 16 tokens. {far}"
     assert three.why == (
-        "Each token reads its segment of 24 tokens and, in each head, 1 in 4 of the tokens of longer segments of 120 and 144; "
-        "2 heads keep the same tokens."
+        "Each token reads its segment of 24 tokens. In each head, 1 in 4 of the tokens of longer segments of 120 and 144 also read "
+        "each other; 2 heads keep the same tokens."
     )
+
+
+def test_sentences_of_causal_patterns_name_no_later_token() -> None:
+    assert all(each.why.endswith(" No token reads a later one.") for each in choose_pattern(512, 8, is_causal=True).shown)
+    dense = [choose_pattern(9, 1, budget=1.0, is_causal=is_causal).shown[0].why for is_causal in (False, True)]
+    assert dense == [f"Dense attention: every token reads {what}." for what in ("all tokens", "itself and all tokens before it")]
 
 
 MINE = (BEST, DilatedPattern((17, 512), (1, 4)), DilatedPattern((16, 500), (1, 4)))
@@ -123,7 +129,7 @@ def test_numbers_in_the_picture_cover_nothing_and_lead_to_their_circles(
 def test_the_legend_of_the_picture_names_far_rates() -> None:
     found = choose_pattern(512, 8, is_causal=True, patterns=MINE)
     labels = [text.get_text() for text in draw_choices(found).legends[0].get_texts()]
-    assert labels == ["dense", "far rate 2", "far rate 4", "far rate 8", "window", "budget", "yours"]
+    assert labels == ["dense", "far rate 2", "far rate 4", "far rate 8", "window", "budget", "proposed, 1 = best", "yours"]
 
 
 @pytest.mark.parametrize(

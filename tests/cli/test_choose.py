@@ -18,8 +18,8 @@ def test_prints_lines_of_python_with_sentences_and_addresses() -> None:
         "512 tokens, 16 heads, 8 key/value heads, causal; budget 10 % of dense attention",
         "",
         "1  DilatedPattern((512,), (4,), window=8)",
-        "   9.38 % of dense attention. Each token reads a window of 8 tokens and, in each head, 1 in 4 of all 512 tokens; "
-        "2 heads keep the same tokens.",
+        "   9.38 % of dense attention. Each token reads a window of 8 tokens. In each head, 1 in 4 of all 512 tokens also read "
+        "each other; 2 heads keep the same tokens. No token reads a later one.",
         "   docs/explorer/index.html#w=512&r=4&window=8&N=512&H=16&KV=8&causal=1&heads=all&offsets=blocked",
     ]
     assert lines[-3] == "6  DilatedPattern((64, 256), (1, 4), offsets='interleaved')"
@@ -33,7 +33,7 @@ def test_budget_is_a_share_of_dense_attention(budget: str, tmp_path: Path) -> No
     assert code == 0
     assert out.startswith("127 tokens, 3 heads, not causal; budget 50 % of dense attention\n")
     assert "(1, 2, 4, 8, 16), zero_padding=True, detach_weights=True)" in out
-    assert out.endswith("&zero_padding=1&detach_weights=1\n")
+    assert out.endswith(f"&zero_padding=1&detach_weights=1\nwrote '{picture}'\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -54,7 +54,7 @@ def test_show_prints_digits_where_there_are_no_colours() -> None:
     text = show("--segment-lengths", "3,6", "--dilation-rates", "1,2", "--heads", 1, "--causal")
     rows = [line.rstrip() for line in text.splitlines() if re.fullmatch(r"[12·]+ *", line)]
     assert rows == ["2", "11", "212", "···1", "1·112", "···111"]
-    assert "6 tokens · 1 head, blocked offsets · causal · 66.7 % of causal pairs" in text
+    assert "6 tokens · 1 head, blocked offsets · causal · 66.7 % of causal pairs, each counted once" in text
     assert "head 0: offsets 0, 0" in text
     assert "blank = future" in text
 
@@ -87,6 +87,7 @@ def test_show_draws_no_wider_than_the_terminal(tokens: int, cells: str, monkeypa
     [
         (("--preset", "longnet"), ["LongNet", "segment lengths 2048, 4096, 8192, 16384, 32768 · dilation rates 1, 2, 4, 6, 12"]),
         (("--blocks",), ["segment lengths 2048, 4096, 8192 · dilation rates 1, 2, 4", "8,192 tokens · 1 head, blocked offsets · "]),
+        (("--preset", "causal", "--tokens", 64), ["DilatedPattern.causal", "segment lengths 64 · dilation rates 1"]),
         (("--blocks", "--preset", "gigapath"), ["Prov-GigaPath, without torchscale's zero keys"]),
     ],
 )
@@ -147,7 +148,7 @@ def test_terminal_cells_stand_for_more_tiles_in_a_narrow_terminal(monkeypatch: p
         (("--block-size", "8"), "--block-size must come with --blocks, got 8"),
         (("--blocks", "--tokens", "1048577"), "--tokens must be in [1, 1048576] with --block-size=128, got 1048577; use a larger "),
         (("--output", "pattern.jpg"), "--output must end in .png, got 'pattern.jpg'"),
-        (("--output", "/nowhere/a.png"), "/nowhere/a.png must be a file that can be read or written, got: No such file"),
+        (("--output", "/nowhere/a.png"), "--output must be in a folder that exists, got '/nowhere/a.png'"),
         (("--kv-heads", "0"), "Invalid value for '--kv-heads': "),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_text_is_a_strip_of_lines_and_the_query_is_outlined() -> None:
 def test_words_are_written_in_their_cells() -> None:
     figure = draw_attention_map(torch.tensor([0.1, 0.9, 0.5, 0.0]), words=["a$b", "a longer word", "c\n", "d"], queries=3)
     assert [text.get_text() for text in figure.axes[0].texts] == [r"a\$b", "a longer\N{HORIZONTAL ELLIPSIS}", "c\u21b5", "d"]
-    assert labels(figure) == ["weight 0", "the query"]
+    assert labels(figure) == ["exactly 0", "the query"]
     figure.canvas.draw()
 
 

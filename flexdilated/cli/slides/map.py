@@ -104,10 +104,13 @@ def map_slide(
         index, head = classes.index(class_name), found.checkpoint.head.to(place)
         relevance = class_relevance(model, head, x, where, index=index).cpu()
         panels = torch.stack([relevance, -relevance]).clamp(min=0.0)
-        titles, label = [f"for {class_name}", f"against {class_name}"], "part of the score"
+        titles, label = [f"for {class_name}, else 0", f"against {class_name}, else 0"], "part of the score"
         with torch.inference_mode():
             probability = head(model(x[None], where[None])[0]).softmax(-1)[0, index].item()
-        title, classified = f"what speaks for {class_name}", f"; probability of '{class_name}': {probability:.1%}"
+        title, classified = (
+            f"what speaks for {class_name}, {probability:.1%} likely",
+            f"; probability of '{class_name}': {probability:.1%}",
+        )
     if suffix in TABLES:
         write_table(output, slide.coords, side, {"relevance": relevance}, tile_ids=slide.tile_ids)
     else:

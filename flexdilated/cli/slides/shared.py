@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,6 +106,8 @@ def _fitting(path: Path | str) -> Iterator[None]:
         yield
     except DAMAGED as error:
         why = first_line(error)
+        if isinstance(error, pickle.UnpicklingError):  # torch's text advises weights_only=False
+            why = "no file of tensors that torch.load(weights_only=True) reads"
         refuse(f"--weights must be a whole checkpoint that fits --arch and the tile embeddings, got '{path}': {why}")
 
 
