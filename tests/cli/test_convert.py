@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern, choose_pattern
+from flexdilated.cli.options import python_of
 from tests.commands import invoke
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
-from flexdilated.cli.options import python_of
 from flexdilated.hub.transformers import set_pattern  # noqa: E402
 
 

@@ -107,10 +107,8 @@ def map_slide(
         titles, label = [f"for {class_name}, else 0", f"against {class_name}, else 0"], "part of the score"
         with torch.inference_mode():
             probability = head(model(x[None], where[None])[0]).softmax(-1)[0, index].item()
-        title, classified = (
-            f"what speaks for {class_name}, {probability:.1%} likely",
-            f"; probability of '{class_name}': {probability:.1%}",
-        )
+        title = f"what speaks for and against {class_name} (probability {probability:.1%})"
+        classified = f"; probability of '{class_name}': {probability:.1%}"
     if suffix in TABLES:
         write_table(output, slide.coords, side, {"relevance": relevance}, tile_ids=slide.tile_ids)
     else:

@@ -105,9 +105,8 @@ def _fitting(path: Path | str) -> Iterator[None]:
     try:
         yield
     except DAMAGED as error:
-        why = first_line(error)
-        if isinstance(error, pickle.UnpicklingError):  # torch's text advises weights_only=False
-            why = "no file of tensors that torch.load(weights_only=True) reads"
+        # torch's own text advises weights_only=False
+        why = "no file of tensors alone" if isinstance(error, pickle.UnpicklingError) else first_line(error)
         refuse(f"--weights must be a whole checkpoint that fits --arch and the tile embeddings, got '{path}': {why}")
 
 

@@ -261,6 +261,4 @@ def check_padding(kv: DilatedKVCache, real: Tensor) -> None:
     if real.device.type != "cpu" or torch.compiler.is_compiling():  # to read it would wait for the device at every step
         torch._assert_async(inside, "attention_mask must have its padding before the tokens of a sequence with a DilatedCache")
     elif not bool(inside):
-        raise ValueError(
-            "attention_mask must have its padding before the tokens of a sequence with a DilatedCache, got it after them"
-        )
+        raise ValueError("attention_mask must have its padding before the tokens of a sequence with a DilatedCache, got it after")
