@@ -38,7 +38,8 @@ def breaking(before: Path, now: Path) -> Iterator[Any]:
         griffe.load(PACKAGE, search_paths=[tree], try_relative_path=False, allow_inspection=False) for tree in (before, now)
     )
     public = set()
-    for name in entries(before / REFERENCE) - {PACKAGE}:
+    documented = entries(before / REFERENCE) - {PACKAGE}
+    for name in documented:
         try:
             entry = old[name.removeprefix(f"{PACKAGE}.")]
             if not entry.is_module:
@@ -47,7 +48,10 @@ def breaking(before: Path, now: Path) -> Iterator[Any]:
             print(f"not compared: {name}")
     for breakage in griffe.find_breaking_changes(old, new):
         path = breakage.obj.path
-        if any(path == name or path.startswith((f"{name}.", f"{name}(")) for name in public):
+        if any(path == name or path.startswith((f"{name}.", f"{name}(")) for name in public) or any(
+            name.startswith(f"{path}.")
+            for name in documented  # a module that is gone
+        ):
             yield breakage
 
 
