@@ -61,9 +61,16 @@ def test_package_imports_without_extras_and_commands_say_which_they_lack(tmp_pat
         "    m.name.startswith(others) or importlib.import_module(m.name)\n"
         "del sys.modules['typer'], sys.modules['rich']\n"
         f"ends('train', '--output', {str(tmp_path)!r})\n"
+        "from flexdilated import *; import torch; from flexdilated.draw.losses import draw_losses\n"
+        "from flexdilated.slides.picture import draw_slide_map\n"
+        "for draw in (lambda: draw_pattern(DilatedPattern((4,), (1,)), 8, 2), lambda: draw_attention_map(torch.rand(2, 8)),\n"
+        "             lambda: draw_losses({}, bytes_per_step=1),\n"
+        "             lambda: draw_slide_map(torch.ones(1), torch.zeros(1, 2), tile_size=1.0)):\n"
+        "    try: draw()\n"
+        "    except ImportError as error: print('error:', error)\n"
     )
     typer = "error: typer must be installed for commands, got none; pip install 'flexdilated[cli]'"
-    assert found.splitlines() == [f"2 {typer}", f"2 {NO_PICTURES}"]
+    assert found.splitlines() == [f"2 {typer}", f"2 {NO_PICTURES}", *[NO_PICTURES] * 4]
 
 
 def test_heads_before_tokens_are_named_where_shapes_show_them() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,6 +17,7 @@ from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.core.checks import why_not_connected
 from flexdilated.core.hardware import dtype_name
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.draw.figure import require_matplotlib as check_matplotlib
 from flexdilated.draw.figure import write
 
 if TYPE_CHECKING:
@@ -197,8 +197,10 @@ def write_picture(figure: Figure, output: Path, *, as_json: bool = False) -> Non
 
 def require_matplotlib() -> None:
     """Reject to draw without the extra `plot`, before any work."""
-    if find_spec("matplotlib") is None:
-        refuse("matplotlib must be installed for pictures, got none; pip install 'flexdilated[plot]'")
+    try:
+        check_matplotlib()
+    except ImportError as error:
+        refuse(str(error))
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,20 @@ from flexdilated.core.files import replaced
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "grid_of", "new", "plain", "wrapped", "write"]
+__all__ = ["INK", "grid_of", "new", "plain", "require_matplotlib", "wrapped", "write"]
 
 INK = "#222222"
 
 
+def require_matplotlib() -> None:
+    """Raise ImportError, with the extra that installs it, if matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ImportError("matplotlib must be installed for pictures, got none; pip install 'flexdilated[plot]'", name="matplotlib")
+
+
 def new(width: float, height: float, **options: Any) -> Figure:
     """An empty figure of `width` by `height` inches; `options` are those of matplotlib's `Figure`."""
+    require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

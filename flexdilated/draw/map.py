@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.integers import as_integer
-from flexdilated.draw.figure import INK, grid_of, new, plain
+from flexdilated.draw.figure import INK, grid_of, new, plain, require_matplotlib
 from flexdilated.draw.places import Places, places_of
 from flexdilated.draw.weights import UNSEEN, check_path, check_weights, finish, outline
 
@@ -78,6 +78,7 @@ def draw_attention_map(
     if log_scale is None:
         log_scale = largest > 0.0 and largest > SPREAD * panels[panels > 0].median().item()
 
+    require_matplotlib()
     from matplotlib.colors import LogNorm, Normalize
 
     norm, has_less = Normalize(0.0, largest or 1.0), False

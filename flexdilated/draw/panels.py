@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pattern_svg import WINDOW_COLOR
-from flexdilated.draw.figure import INK, grid_of, new, plain, wrapped
+from flexdilated.draw.figure import INK, grid_of, new, plain, require_matplotlib, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,6 +129,7 @@ def describe_heads(heads: Sequence[int]) -> str:
 
 def figure_of(picture: Panels) -> Figure:
     """A figure with sharp cells: every token has the same whole number of pixels, and no texts overlap."""
+    require_matplotlib()
     from matplotlib.patches import Patch
 
     panels, cells, labels = picture.panels, len(picture.panels[0].cells), dict(picture.labels)

@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 
 
-def require(package: str, *, at_least: str, below: str | None = None, extra: str) -> None:
+def require(package: str, *, at_least: str, below: str | None = None, extra: str, python: str | None = None) -> None:
     """Raise ImportError if a package is missing or has an untested version.
 
     Args:
@@ -14,12 +14,13 @@ def require(package: str, *, at_least: str, below: str | None = None, extra: str
         at_least: The lowest version that works.
         below: The lowest one that is too new. Default: none is.
         extra: The extra of flexdilated that brings it.
+        python: The lowest version of Python under which the extra does. Default: any that flexdilated supports.
 
     Raises:
         ImportError: If it is not installed, or its version is another one.
     """
     requirement = f">={at_least}" if below is None else f">={at_least},<{below}"
-    install = f"pip install 'flexdilated[{extra}]'"
+    install = f"pip install 'flexdilated[{extra}]'" + (f" under Python {python} or newer" if python else "")
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -18,7 +18,7 @@ from typing import Any
 from flexdilated.distributed.mesh import canonical_mesh
 from flexdilated.hub.requires import require
 
-require("torchtitan", at_least="0.3.0", below="0.4", extra="torchtitan")
+require("torchtitan", at_least="0.3.0", below="0.4", extra="torchtitan", python="3.11")
 
 import spmd_types as spmd  # noqa: E402
 import torch  # noqa: E402

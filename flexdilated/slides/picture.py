@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdilated.draw.figure import grid_of, new
+from flexdilated.draw.figure import grid_of, new, require_matplotlib
 from flexdilated.draw.weights import UNSEEN, check_path, check_weights, finish, outline
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def draw_slide_map(
         raise ValueError(f"query must be in [0, N={len(coords)}), got {query}")
     path = check_path(path)
 
+    require_matplotlib()
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, to_rgba
     from matplotlib.image import imread

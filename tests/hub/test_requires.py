@@ -35,7 +35,8 @@ def test_adapter_without_its_library_says_what_to_install() -> None:
     name = "flexdilated.hub.torchtitan"
     with mock.patch.dict(sys.modules), mock.patch.object(importlib.metadata, "version", missing):
         sys.modules.pop(name, None)
-        with pytest.raises(ImportError, match=r"^torchtitan must be installed, got none; pip install 'flexdilated\[torchtitan\]'$"):
+        install = r"pip install 'flexdilated\[torchtitan\]' under Python 3\.11 or newer"
+        with pytest.raises(ImportError, match=f"^torchtitan must be installed, got none; {install}$"):
             importlib.import_module(name)
 
 
