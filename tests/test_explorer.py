@@ -160,7 +160,7 @@ def test_tiles_are_those_of_the_block_mask(answers: list[State]) -> None:
         by_head = {head: each for each in expected for head in each.heads}
         for each in found["tiles"]["heads"]:
             for head in each["heads"]:
-                tally = by_head[head].each
+                tally = by_head[head].tally
                 assert found["tiles"]["tiles"] == tally.tiles
                 assert all(each[name] == getattr(tally, name) for name in ("partial", "full", "packed", "pairs")), state
                 if head != state["head"] * kv_heads // state["num_heads"]:
@@ -227,7 +227,7 @@ def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
     assert found["pairs"]["total"] == pattern.count_pairs(num_tokens, kv_heads, is_causal=state["is_causal"])
     assert sum(sum(each["counts"]) * len(each["heads"]) for each in found["pictures"]) == found["pairs"]["total"]
     by_head = {
-        head: each.each
+        head: each.tally
         for each in head_tiles(pattern, num_tokens, kv_heads, 128, 2, is_causal=state["is_causal"])
         for head in each.heads
     }
