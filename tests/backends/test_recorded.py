@@ -1,6 +1,8 @@
 """Score and mask functions that change between the forward and the backward: gradients are those of the forward, or an error."""
 
 import math
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import flexdilated.backends.autograd.functions
 from flexdilated import DilatedPattern, dilated_attention, reference
@@ -341,6 +344,29 @@ def _forget_graphs() -> Any:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+def test_functions_in_two_threads_leave_the_compiler_on() -> None:
+    first_is_called = threading.Event()
+
+    def slow(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        first_is_called.set()
+        time.sleep(0.1)  # the thread that comes first also leaves first
+        return s
+
+    def train() -> None:
+        dilated_attention(*tensors(), DilatedPattern((N,), (2,)), score_mod=slow)
+
+    first, second = threading.Thread(target=train), threading.Thread(target=train)
+    first.start()
+    assert first_is_called.wait(10.0)
+    second.start()
+    first.join()
+    second.join()
+    graphs = CompileCounter()
+    torch.compile(lambda x: x + 1, backend=graphs)(torch.ones(2))
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.slow

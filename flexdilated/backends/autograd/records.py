@@ -8,6 +8,7 @@ inputs of an autograd function: autograd saves them, raises if they were modifie
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flexdilated.core.call import Call
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.tracing import outside_graphs
+
+# torch 2.9 notes per process whether a mode is on: two threads in modes at once could leave torch.compile off for good.
+_one_thread = threading.RLock()
 
 Attend = Callable[..., tuple[Tensor, Tensor]]  # of tensors and, at last, a call: out and lse
 
@@ -87,7 +91,7 @@ class _Record(TorchDispatchMode):
             if self._requires_grad and self._name == "score_mod":  # or numpy could read scores, as constants
                 arguments[0][:0].sub_(torch.zeros((), requires_grad=True))  # not a leaf, which could not be modified in place
             start = torch._C._autograd._get_sequence_nr()
-            with self:
+            with _one_thread, self:
                 result = self._function(*arguments)
         if isinstance(result, Tensor):  # else the caller raises
             _refuse_script(self._name, result.grad_fn, start)
@@ -174,7 +178,7 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
         if function is not None
     }
     with torch.no_grad():
-        results = attend(*tensors, call._replace(**records))
+        results = attend(*tensors, call.replaced(**records))
 
     def recompute(tensors: Sequence[Tensor | None], held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         functions: dict[str, Any] = {}
@@ -183,7 +187,7 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
             functions[name] = partial(record.replay, held[start : start + len(record.held)])
             start += len(record.held)
         with without_autocast(device, traced_before=True), _drawing_from(state, device):
-            return attend(*tensors, call._replace(**functions))
+            return attend(*tensors, call.replaced(**functions))
 
     held = [x for record in records.values() for x in record.held.values()]
     out, lse = _Recomputed.apply(recompute, results, len(tensors), *tensors, *held)
