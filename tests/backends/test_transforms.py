@@ -200,7 +200,11 @@ def test_jacobians_of_both_modes_equal_those_of_the_definition(pattern: DilatedP
         assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("case", [Case(SHORT, batch=2, group=2), Case(SHORT, borders=(0, 13, 43)), Case(DETACHED)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(SHORT, batch=2, group=2), pytest.param(Case(SHORT, borders=(0, 13, 43)), marks=needs_functions), Case(DETACHED)],
+    ids=str,
+)
 @pytest.mark.parametrize("in_dims", [(0, None, None), (1, 0, 3), (None, 2, 0)], ids=str)
 def test_vmap_equals_a_loop_with_gradients(case: Case, in_dims: tuple[int | None, ...]) -> None:
     given, _ = tensors_and_tangents(case)
