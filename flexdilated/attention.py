@@ -234,7 +234,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         return wrap.around(*attend(q, k, v, call))
     if (sinks := call.sinks) is not None:
         check_sinks(sinks, q)
-        out, lse = attend(q, k, v, call._replace(sinks=None, return_lse=True))
+        out, lse = attend(q, k, v, call.replaced(sinks=None, return_lse=True))
         assert lse is not None
         _, total = normalised(torch.stack(torch.broadcast_tensors(lse, sinks.to(lse.dtype)[:, None])), dim=0)
         share = sink_scale(sinks.to(lse.dtype), lse.transpose(1, 2))  # (B, N, H)

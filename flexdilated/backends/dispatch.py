@@ -20,11 +20,11 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, T
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a checked call."""
     traced, request = torch.compiler.is_compiling(), call.dispatch_key(q, k, v)
     divided = call.num_heads != k.shape[2]
-    requested, call = call.backend, call._replace(backend=choose(call.backend, request, divided=divided))
+    requested, call = call.backend, call.replaced(backend=choose(call.backend, request, divided=divided))
     if call.backend == "reference":
         return _reference(q, k, v, call)
     if call.pattern.zero_padding and not writes_onnx() and shifted.is_shifted(q.shape[1], call):
-        return shifted.attend_shifted(q, k, v, call._replace(backend=requested), attend_whole)
+        return shifted.attend_shifted(q, k, v, call.replaced(backend=requested), attend_whole)
     if call.backend == "flex" and requested == "auto" and call.is_modified():
         return _functions(q, k, v, call)
     if call.backend == "flex" and not writes_onnx():

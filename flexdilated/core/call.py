@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class Call(NamedTuple):
     num_heads: int | None = None  # key/value heads of the model; None: all of them are held here
     first_sequence: int = 0  # of the batch held here, among those of all ranks
     score_mod_requires_grad: bool = False
+
+    def replaced(self, **options: Any) -> Call:
+        """The call with other options: `_replace`, whose result the compiler of torch 2.9 cannot pass on at a graph break."""
+        return Call(**{**self._asdict(), **options})
 
     def is_modified(self) -> bool:
         """Whether it has a score or mask function."""

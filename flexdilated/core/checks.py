@@ -59,7 +59,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         refuse_dtypes(q, k, v)
     requires_grad = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
-    call = call._replace(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, score_mod_requires_grad=requires_grad)
+    call = call.replaced(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, score_mod_requires_grad=requires_grad)
     return q, k, v, call
 
 

@@ -48,8 +48,7 @@ class Piece(NamedTuple):
         """Whether the joined pairs are a band: neither all pairs nor a causal mask."""
         return self.low != -UNBOUNDED or self.high not in (0, UNBOUNDED)
 
-    @property
-    def of_keys(self) -> Piece:
+    def of_keys(self) -> Piece:  # no property: the compiler of torch 2.9 looks for those in the fields
         """A piece whose queries are the keys of this one."""
         return self._replace(token=self.key_token, rows=self.keys)
 

@@ -64,7 +64,7 @@ def _attend_shifted_branch(
     lengths = list(call.pattern.segment_lengths)
     lengths[branch] = length + -length % rate
     borders, mask = call.cu_seqlens, call.key_padding_mask
-    padded = call._replace(
+    padded = call.replaced(
         pattern=replace(call.pattern, segment_lengths=tuple(lengths)),
         key_padding_mask=None if mask is None else _insert(mask, spans, length, rate),
         cu_seqlens=None if borders is None else F.pad(torch.tensor(sizes, device=borders.device).cumsum(0), (1, 0)).to(borders),
@@ -93,7 +93,7 @@ def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, att
         alone = replace(pattern, segment_lengths=(length,), dilation_rates=(rate,), window=None, **rules)
     else:
         alone = replace(pattern, segment_lengths=(), dilation_rates=(), **rules)
-    call = call._replace(pattern=alone, return_lse=True)
+    call = call.replaced(pattern=alone, return_lse=True)
     assert call.num_heads is not None
     if pattern.heads == "grouped" and branch < len(segments):
         # The branch's heads keep one offset: that of as many blocked heads in a model of `rate` times as many.
@@ -101,7 +101,7 @@ def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, att
         padding = (group * run_heads.start, group * (kv_heads - run_heads.stop))
         q = q[:, :, padding[0] : q.shape[2] - padding[1]]
         k, v = (x[:, :, run_heads.start : run_heads.stop] for x in (k, v))
-        call = call._replace(
+        call = call.replaced(
             pattern=replace(alone, offsets="blocked"),
             first_head=len(run) * pattern.offset(branch, run.start, call.num_heads) + run_heads.start + call.first_head - run.start,
             num_heads=len(run) * rate,

@@ -142,7 +142,7 @@ def layouts(slabs: Slabs, size: Sequence[int], strides: Sequence[int], group: in
     """The layouts of slabs' queries, or keys, in a tensor `(B, N, H, D)` or `(B, N, H)` of `group` heads per key/value head."""
     layouts_of_slabs = []
     for piece, part in zip(slabs.pieces, slabs.parts):
-        sizes, steps, start = box_layout(piece.of_keys if of_keys else piece, size, strides, group)
+        sizes, steps, start = box_layout(piece.of_keys() if of_keys else piece, size, strides, group)
         chosen = [range(n)[span] for n, span in zip(sizes, part)]  # a view of a view
         start += sum(span.start * step for span, step in zip(chosen, steps))
         sizes = (*map(len, chosen), *sizes[len(chosen) :])

@@ -78,6 +78,12 @@ def is_symbolic(size: int) -> bool:
     return not has_static_value(size)
 
 
+@answers_while_traced  # dynamo of torch 2.11 and older takes the answer for True
+def is_exporting() -> bool:
+    """Whether `torch.export` traces."""
+    return torch.compiler.is_exporting()
+
+
 def writes_onnx() -> bool:
     """Whether code is traced by the ONNX exporter, which knows none of this library's operators.
 

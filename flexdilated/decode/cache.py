@@ -219,7 +219,7 @@ class DilatedKVCache:
         """
         scale = check_scale(scale, self.dtype)
         call = Call(pattern=self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks)
-        call = call._replace(first_head=self.first_head, num_heads=self.total_kv_heads)
+        call = call.replaced(first_head=self.first_head, num_heads=self.total_kv_heads)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
         check_cache_sinks(sinks, q)
@@ -271,7 +271,7 @@ class DilatedKVCache:
         if torch.compiler.is_compiling():  # the messages depend on the positions
             return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, call, shards)
         new, added, is_real = read_new(self._lengths, self.max_length, k, v=v, lengths=lengths, start=start, num_tokens=sum(shards))
-        out = ranks.attend(q, new.k, new.v, call._replace(shard_lengths=shards))
+        out = ranks.attend(q, new.k, new.v, call.replaced(shard_lengths=shards))
         marks = ranks.marks(new, added, shards)
         if marks is not None:
             out = with_marks(self._stores, out, marks, start)

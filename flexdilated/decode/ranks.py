@@ -78,7 +78,7 @@ class Ranks:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Attention of a prompt in shards."""
-        return attend(q, k, v, call._replace(mesh=self.mesh, exchange=self.exchange))[0]
+        return attend(q, k, v, call.replaced(mesh=self.mesh, exchange=self.exchange))[0]
 
     def whole(self, x: Tensor, lengths: Sequence[int], dim: int = 1) -> Tensor:
         """The concatenated shards of all ranks, on every rank."""

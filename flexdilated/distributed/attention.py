@@ -20,7 +20,7 @@ from flexdilated.core.collective_order import unknown
 from flexdilated.core.custom_op import Inputs, OpOptions, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.hardware import without_autocast
-from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, outside_graphs, refuse_regions
+from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_exporting, outside_graphs, refuse_regions
 from flexdilated.distributed.consistency import compare, miss_call, one_call
 from flexdilated.distributed.mesh import group_of, process_group
 from flexdilated.distributed.planner.plan import ContextPlan
@@ -49,7 +49,7 @@ def attend_sharded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
     if num_ranks > 1 and torch.compiler.is_compiling():
         refuse_regions()
         if call.is_modified() or call.backend == "flex":
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 raise NotImplementedError(
                     "mesh must be None with score_mod, mask_mod or backend='flex' under torch.export, got one"
                 )
@@ -68,7 +68,7 @@ def attend_sharded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
                 "mesh must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
             )
         request = call.dispatch_key(q, k, v)
-        call = call._replace(backend=choose(call.backend, request, divided=True))
+        call = call.replaced(backend=choose(call.backend, request, divided=True))
         by_autograd = call.is_modified() or call.backend == "flex"
         if by_autograd and call.exchange == "ring":
             option = "score_mod and mask_mod" if call.is_modified() else "backend='flex'"

@@ -68,7 +68,7 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
             if value is not None:
                 raise ValueError(f"{name} must be None for DTensors sharded on tokens, whose placements say it, got a value")
         shards = _chunks(q.shape[TOKENS], layout.mesh.size(axis))
-        call = call._replace(mesh=mesh, shard_lengths=shards)
+        call = call.replaced(mesh=mesh, shard_lengths=shards)
     elif call.mesh is not None and not torch.compiler.is_compiling():
         shared = set(call.mesh.mesh.flatten().tolist()) & set(layout.mesh.mesh.flatten().tolist())
         if len(shared) > 1:
@@ -102,7 +102,7 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
     if first_head:
         call = _with_heads_from(first_head * group, q.to_local(), call)
     first_sequence = 0 if batches is None else sum(_chunks(q.shape[BATCH], layout.mesh.size(batches))[: layout.place(batches)])
-    return call._replace(
+    return call.replaced(
         key_padding_mask=mask,
         cu_seqlens=borders,
         sinks=sinks,
@@ -178,7 +178,7 @@ def _with_heads_from(first: int, q: Tensor, call: Call) -> Call:
     """The call with functions that receive head numbers of the model; q holds the heads from `first` on."""
     check_mods(call.score_mod, call.mask_mod, q)  # what is wrong with them they would say later, from inside
     score, mask = call.score_mod, call.mask_mod
-    return call._replace(
+    return call.replaced(
         score_mod=None if score is None else lambda s, b, h, q_idx, kv_idx: score(s, b, h + first, q_idx, kv_idx),
         mask_mod=None if mask is None else lambda b, h, q_idx, kv_idx: mask(b, h + first, q_idx, kv_idx),
     )

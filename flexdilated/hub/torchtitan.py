@@ -162,9 +162,9 @@ class DilatedInnerAttention(Module):
             return attend(q, k, v, call)[0]
         if len(borders) == 1:  # rows one after another are documents too
             a, b, c = (x.flatten(0, 1)[None] for x in (q, k, v))
-            return attend(a, b, c, call._replace(cu_seqlens=borders[0]))[0].view(q.shape)
+            return attend(a, b, c, call.replaced(cu_seqlens=borders[0]))[0].view(q.shape)
         rows = zip(*(x.split(1) for x in (q, k, v)), borders)
-        return torch.cat([attend(a, b, c, call._replace(cu_seqlens=documents))[0] for a, b, c, documents in rows])
+        return torch.cat([attend(a, b, c, call.replaced(cu_seqlens=documents))[0] for a, b, c, documents in rows])
 
 
 class DilatedVarlenAttention(DilatedInnerAttention):

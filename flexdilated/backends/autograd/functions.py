@@ -32,7 +32,7 @@ from flexdilated.core.functorch import is_transformed, may_draw
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.lse import accumulated, mix_branches, normalised, with_zero_keys
 from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
-from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_symbolic, refuse_traced_derivatives, uncached
+from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_exporting, is_symbolic, refuse_traced_derivatives, uncached
 
 SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
 
@@ -124,16 +124,16 @@ def attend_piece(
     """Out `b s o h g r d` and lse `b s o h g r` of a piece; `tokens`: the first token that q holds, or `(N,)`, all of them."""
     group, device = q.shape[2] // k.shape[2], q.device
     segments, window = call.pattern.split("functions")
-    positions = tokens_of(piece, device), tokens_of(piece.of_keys, device)
+    positions = tokens_of(piece, device), tokens_of(piece.of_keys(), device)
     queries, keys = (tokens[x] if isinstance(tokens, Tensor) else tokens + x for x in positions)
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None, None, None]
     h = heads_of(piece, group, device)[None, None, ..., None, None]
     ignored = None
     if key_padding_mask is not None:
-        ignored = read(key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece.of_keys)[..., None, :, 0]
+        ignored = read(key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece.of_keys())[..., None, :, 0]
     pairs = queries[None, :, :, None, None, :, None], keys[None, :, :, None, None, None, :]
     window = window if piece.branch == len(segments) else None
-    tensors = read(q, piece, group=group), read(k, piece.of_keys), read(v, piece.of_keys)
+    tensors = read(q, piece, group=group), read(k, piece.of_keys()), read(v, piece.of_keys())
     rows = Rows(*tensors, ignored=ignored, b=b, h=h, q_idx=pairs[0], kv_idx=pairs[1])
     out, lse = attend_lanes(rows, call, window)
     return with_zero_keys(out, lse, piece.zero_keys)
@@ -159,7 +159,7 @@ def attend_lanes(rows: Rows, call: Call, window: Window | None = None) -> tuple[
 
 def known_batch(batch: int) -> int:
     """The batch size for counting scores; 1 if it is symbolic in an exported program, which must serve every batch size."""
-    return 1 if torch.compiler.is_exporting() and is_symbolic(batch) else batch
+    return 1 if is_exporting() and is_symbolic(batch) else batch
 
 
 def attend_rows(rows: Rows, call: Call, window: Window | None = None) -> tuple[Tensor, Tensor]:
@@ -167,11 +167,11 @@ def attend_rows(rows: Rows, call: Call, window: Window | None = None) -> tuple[T
 
     The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
     """
-    if not torch.is_grad_enabled() or is_transformed(*rows[:3]) or torch.compiler.is_exporting():
+    if not torch.is_grad_enabled() or is_transformed(*rows[:3]) or is_exporting():
         return _attend(*rows, call, window)
     if torch.compiler.is_compiling():
         # Symbols must be used outside of checkpoints first, or a second checkpoint does not find them (torch 2.13).
-        call = call._replace(scale=call.checked_scale() * 1.0, dropout_p=call.dropout_p if call.dropout_p > 0.0 else 0.0)
+        call = call.replaced(scale=call.checked_scale() * 1.0, dropout_p=call.dropout_p if call.dropout_p > 0.0 else 0.0)
         return checkpoint(_attend, *rows, call, window, use_reentrant=False)
     return attend_recorded(partial(_attend, window=window), rows, call)
 

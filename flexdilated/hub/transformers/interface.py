@@ -166,7 +166,7 @@ def dilated_attention_forward(
         context.attended.add(getattr(module, "layer_idx", len(context.attended)))  # DiffLlama's layers call twice
         # The positions of documents, which the mask tells, are checked where the tokens come in.
         borders = borders_of(None, q, options)
-        call = call._replace(
+        call = call.replaced(
             mesh=context.mesh, exchange=context.exchange, cu_seqlens=borders, shard_lengths=options.get("shard_lengths")
         )
         out, _ = attend(q, k, v, call)
@@ -296,14 +296,14 @@ def _attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders:
     if borders is not None:
         batch = q.shape[0]
         q, k, v = (rearrange(x, "b n h d -> 1 (b n) h d") for x in (q, k, v))
-        out, _ = attend(q, k, v, call._replace(cu_seqlens=borders))
+        out, _ = attend(q, k, v, call.replaced(cu_seqlens=borders))
         return rearrange(out, "1 (b n) h d -> b n h d", b=batch)
     if mask is None:
         return attend(q, k, v, call)[0]
     real = mask[:, 0, 0, : q.shape[1]] >= 0
     shift = first_real(real)
     q, k, v, padding = (shifted(x, shift) for x in (q, k, v, ~real))
-    return shifted(attend(q, k, v, call._replace(key_padding_mask=padding))[0], -shift)
+    return shifted(attend(q, k, v, call.replaced(key_padding_mask=padding))[0], -shift)
 
 
 @functools.lru_cache(maxsize=64)  # one function for all layers and steps
