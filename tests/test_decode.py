@@ -20,9 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.decode import DilatedKVCache
+from flexdilated.decode.layout import _plan_of as plan_of
 from flexdilated.decode.tokens import BLOCK
 from tests.cases import least_heads, patterns
-from tests.tolerances import EXACT, assert_twice_naive
+from tests.tolerances import EXACT, SINGLE, assert_twice_naive
 
 LONGNET = DilatedPattern((7, 14, 28), (1, 2, 4))
 RAGGED = DilatedPattern((5, 11), (2, 3), offsets="interleaved")
@@ -332,6 +333,60 @@ def test_copies_of_a_cache_go_their_own_ways() -> None:
     feed(cache, other, 9, 12)
     torch.testing.assert_close(feed(copied, inputs, 9, 12), expected, **EXACT)
     torch.testing.assert_close(feed_all(pickled, inputs, *range(9, 13)), expected, **EXACT)
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, DilatedPattern((5,), (2,), window=3)], ids=str)
+def test_caches_that_share_plans_do_not_disturb_each_other(pattern: DilatedPattern) -> None:
+    """Equal and nearly equal layouts take turns. Each plan is made in some mode, under some default device."""
+    plan_of.cache_clear()
+    inputs, poisoned = draw(31, heads=7), torch.zeros(BATCH, 31, HEADS, dtype=torch.bool)
+    poisoned[0, 3] = True
+    fewer = tuple(x[:, :, : HEADS * group] for x, group in zip(inputs, (GROUP, 1, 1)))
+    narrow = full(fewer, pattern)
+    nan = narrow.masked_fill(sees(fewer, pattern, poisoned)[..., None], torch.nan)
+    table: list[tuple[tuple[Tensor, ...], Tensor, dict[str, object]]] = [
+        ((*fewer[:2], fewer[2].masked_fill(poisoned[..., None], torch.nan)), nan, {}),
+        (fewer, narrow, {"max_length": 31}),
+        (fewer, full(inputs, pattern)[:, :, : HEADS * GROUP], {"total_kv_heads": 7}),
+        (tuple(x.float() for x in fewer), full(tuple(x.float() for x in fewer), pattern), {"dtype": torch.float32}),
+        (fewer, narrow, {}),
+    ]
+    caches = [make(pattern, **options) for *_, options in table]
+    for t in range(31):
+        more = torch.tensor([1, 1, int(t < 7)])
+        for cache, (x, expected, _) in zip(caches, table):
+            with torch.inference_mode(t % 2 == 0), torch.device("meta" if t % 3 == 0 else "cpu"):
+                out = cache.attend(*(y[:, t : t + 1] for y in x), lengths=more)
+            expected = expected[:, t : t + 1].masked_fill(more[:, None, None, None] == 0, 0.0)
+            exact = EXACT if out.dtype == torch.float64 else SINGLE
+            torch.testing.assert_close(out.double(), expected, equal_nan=True, **exact)
+    for cache, (x, expected, _) in zip(caches, table):  # steps that added nothing overwrote nothing
+        cache.crop(torch.tensor([31, 31, 6]))
+        out = cache.attend(*(y[:, 6:7] for y in x), lengths=torch.tensor([0, 0, 1]))
+        exact = EXACT if out.dtype == torch.float64 else SINGLE
+        torch.testing.assert_close(out[2].double(), expected[2, 6:7], **exact)
+    assert not any(x.is_inference() for plan, _ in plan_of._entries.values() for x in plan if x is not None)
+
+
+def test_plans_stay_within_their_memory() -> None:
+    cache, token = make(DilatedPattern((700,), (1,))), draw(1)
+    for _ in range(300):
+        cache.attend(*token)
+    kept = sum(x.untyped_storage().nbytes() for plan, _ in plan_of._entries.values() for x in plan if x is not None)
+    assert 15 << 20 < kept <= 1 << 24
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
+def test_marks_of_an_exported_step_reach_other_calls() -> None:
+    inputs, cache = draw(3), make(DilatedPattern((7,), (1,)))
+    module = torch.nn.Identity()
+    module.forward = lambda q, k, v: cache.attend(q, k, v)  # type: ignore[method-assign]
+    step = torch.export.export(module, tuple(x[:, :1] for x in inputs), strict=True).module()
+    inputs[2][:, 0] = torch.nan
+    assert step(*(x[:, :1] for x in inputs)).isnan().all()
+    assert feed(cache, inputs, 1, 2).isnan().all()
+    with pytest.raises(NotImplementedError, match=r"^DilatedKVCache.attend must not be called under torch.jit.trace, which keeps"):
+        torch.jit.trace(cache.attend, tuple(x[:, 2:] for x in inputs), check_trace=False)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

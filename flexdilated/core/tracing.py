@@ -63,8 +63,9 @@ def holds_values(x: Tensor) -> bool:
 
 
 def reads_freely(x: Tensor) -> bool:
-    """Whether the elements of a plain tensor can be read without waiting: on a CPU, outside compilers and torch.func."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu and not torch._is_functional_tensor(x)
+    """Whether the elements of a plain tensor can be read without waiting: on a CPU, and no compiler, mode or torch.func traces."""
+    is_plain = not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu
+    return is_plain and not torch._is_functional_tensor(x) and not torch._C._len_torch_dispatch_stack()
 
 
 def is_symbolic(size: int) -> bool:

@@ -74,8 +74,13 @@ def check_new(cache: Sizes, q: Tensor, k: Tensor, v: Tensor, backend: str, *, is
     Raises:
         ValueError: If a shape or the name of the backend is wrong.
         TypeError: If a dtype is wrong.
-        NotImplementedError: If a gradient is asked for.
+        NotImplementedError: If a gradient is asked for, or under `torch.jit.trace`.
     """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            "DilatedKVCache.attend must not be called under torch.jit.trace, which keeps the positions that it traced: use "
+            "torch.compile or torch.export.export"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x, nested="pad the sequences and give their lengths")
         if type(x).__name__ == "DTensor":

@@ -14,8 +14,6 @@ from flexdilated.core.functorch import in_no_mode
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import reads_freely
 
-FAR = 1 << 62  # past every position
-
 
 class Plan(NamedTuple):
     """What one new token per sequence sees once it is stored, and where it is stored."""
@@ -62,11 +60,6 @@ class Layout:
         self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
         columns = (*zip(*self.branches), self.starts, [rows - 1 for rows in self.rows])
         self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (torch.tensor(x, device=device) for x in columns)
-        self.tokens_per_held = self.lengths_of_segments.clone()  # `held` is a position over this
-        if self.window is not None:
-            self.tokens_per_held[-1] = 1
-        # What positions are counted by modulo: a window keeps all rows once it is full.
-        self.cycles = torch.where(self.tokens_per_held == 1, FAR, self.lengths_of_segments)
         self.places = self._places(rank)
         self.bias_seen, self.bias_hidden = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=device).unbind()
 
@@ -77,33 +70,32 @@ class Layout:
         return hash(self.key)
 
     def _places(self, rank: int) -> list[Tensor]:
-        """The position of each row of a rank in its segment, per branch: `(heads, rows)`.
+        """The position of each row of a rank in its segment, minus the head's offset, per branch: `(rows,)`.
 
         If the number of rows is no multiple of the ranks, the last row of some ranks is past the end of the segment and unused.
         """
         return [
-            (torch.arange(rows, device=self.offsets.device) * self.num_ranks + rank) * r + self.offsets[:, i, None]
-            for i, ((_, r), rows) in enumerate(zip(self.branches, self.rows))
+            (torch.arange(rows, device=self.offsets.device) * self.num_ranks + rank) * r
+            for (_, r), rows in zip(self.branches, self.rows)
         ]
-
-    def held(self, lengths: Tensor) -> Tensor:
-        """`(B, branches)`: the segment that each branch holds after `lengths` `(B,)` tokens, -1 before the first token.
-
-        For a window: the position of the last token, which determines the positions of all rows.
-        """
-        return (lengths[:, None] - 1) // self.tokens_per_held
 
     def positions(self, lengths: Tensor, places: list[Tensor] | None = None) -> list[Tensor]:
         """The position that each row stores after `lengths` `(B,)` tokens, per branch `(B, heads, rows)`.
 
         It is below 0, or past the last token, if the row stores none. `places`: those of another rank.
         """
-        held, places = self.held(lengths), self.places if places is None else places
-        positions = [held[:, i, None, None] * w + x for i, ((w, _), x) in enumerate(zip(self.branches, places))]
+        places = self.places if places is None else places
+        last = lengths[:, None, None] - 1
+        starts = last // self.lengths_of_segments * self.lengths_of_segments + self.offsets  # (B, heads, branches)
+        positions = [starts[..., i, None] + x for i, x in enumerate(places)]
         if self.window is not None:
-            last = held[:, -1, None, None]
-            positions[-1] = torch.where(places[-1] < self.window, last - (last - places[-1]) % self.window, -1)
+            positions[-1] = self._in_window(last, places[-1]).expand_as(positions[-1])
         return positions
+
+    def _in_window(self, last: Tensor, places: Tensor) -> Tensor:
+        """The position that each row of a window stores after token `last` `(B, 1, 1)`, as `positions`: `(B, 1, rows)`."""
+        window, _ = self.branches[-1]
+        return torch.where(places < window, last - (last - places) % window, -1)
 
     def last_positions(self, rank: int, end: Tensor) -> Tensor:
         """`(B, heads, sum of rows)`: the position that each row of a rank holds after the first `end` `(B,)` tokens, or -1."""
@@ -115,63 +107,63 @@ class Layout:
         branches = Kept(self.lengths_of_segments, self.rates, self.offsets[:, None])
         return branches.keeps(positions[:, None, :, None])
 
-    def stored_seen(self, positions: Tensor, lengths: Tensor, keeps: Tensor) -> list[Tensor]:
-        """Which rows queries at `positions` `(B, T)` see after `lengths` `(B,)` tokens, per branch `(B, heads, T, rows)`."""
-        held = self.held(lengths)
-        # The end of the stored keys inside the segment of the query, 0 where the query is in another one.
-        ends = (lengths[:, None] - held * self.lengths_of_segments).clamp(min=0)  # (B, branches)
-        sees = keeps & (positions[..., None] // self.lengths_of_segments == held[:, None])[:, None]
-        limits = torch.where(sees, ends[:, None, None], 0)  # (B, heads, T, branches)
-        of_segments = self.places if self.window is None else self.places[:-1]
-        masks = [places[:, None] < limits[..., i, None] for i, places in enumerate(of_segments)]
+    def firsts(self, positions: Tensor) -> Tensor:
+        """The first position that queries at `positions` `(...)` see, before dilation: `(..., branches)`."""
+        firsts = positions[..., None] // self.lengths_of_segments * self.lengths_of_segments
         if self.window is not None:
-            stored = self.positions(lengths)[-1]
-            first = (positions - self.window + 1).clamp(min=0)[:, None, :, None]  # a window's first position, (B, 1, T, 1)
-            masks.append((stored[:, :, None] >= first) & (stored < lengths[:, None, None])[:, :, None])
+            firsts[..., -1] = (positions - self.window + 1).clamp(min=0)
+        return firsts
+
+    def stored_seen(self, positions: Tensor, lengths: Tensor, keeps: Tensor) -> list[Tensor]:
+        """Which rows queries at `positions` `(B, T)` see after `lengths` `(B,)` tokens, per branch `(B, heads, T, rows)`.
+
+        Each query is the last token or a later one: the rows of its segment are stored up to the last token.
+        """
+        firsts = self.firsts(positions)
+        limits = torch.where(keeps, (lengths[:, None, None] - firsts)[:, None] - self.offsets[:, None], 0)
+        masks = [x < limits[..., i, None] for i, x in enumerate(self.places)]  # `limits`: (B, heads, T, branches)
+        if self.window is not None:
+            stored = self._in_window(lengths[:, None, None] - 1, self.places[-1])[:, :, None]
+            masks[-1] = (stored >= firsts[:, None, :, -1:]).expand_as(masks[-1])
         return masks
 
     def new_seen(self, positions: Tensor, keeps: Tensor) -> list[Tensor]:
         """Which of the tokens at `positions` `(B, T)` these tokens see, per branch `(B, heads, T, tokens of this rank)`."""
         local = slice(self.rank, None, self.num_ranks)
-        at_or_before, masks = positions[:, None, local] <= positions[:, :, None], []
-        segments = positions[..., None] // self.lengths_of_segments  # (B, T, branches)
-        for i in range(len(self.branches)):
-            if self.window is not None and i == len(self.branches) - 1:
-                together = at_or_before & (positions[:, :, None] - positions[:, None, local] < self.window)
-            else:
-                together = at_or_before & (segments[:, None, local, i] == segments[:, :, None, i])
-            masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, local, i])
-        return masks
+        keys, firsts = positions[:, None, local], self.firsts(positions)  # (B, 1, tokens of this rank), (B, T, branches)
+        at_or_before = keys <= positions[..., None]
+        return [
+            (at_or_before & (keys >= firsts[..., i, None]))[:, None] & keeps[..., i, None] & keeps[:, :, None, local, i]
+            for i in range(len(self.branches))
+        ]
 
     def index(self, positions: Tensor) -> Tensor:
         """The places among the stored rows of tokens at `positions` `(...)`, `(..., branches)`; as if this rank stored all.
 
         The next row of a full sequence is after the last one. Nothing is added to it, but its place must exist.
         """
-        rows = positions[..., None] % self.lengths_of_segments // self.rates
-        return (rows // self.num_ranks).clamp(max=self.last_rows) + self.first_rows
+        return (self._row(positions) // self.num_ranks).clamp(max=self.last_rows) + self.first_rows
+
+    def _row(self, positions: Tensor) -> Tensor:
+        """The row of tokens in their segments, over all ranks."""
+        return positions[..., None] % self.lengths_of_segments // self.rates
 
     def _plan(self, positions: Tensor, is_new: Tensor | None) -> Plan:
-        positions = positions[:, None]
-        phases = positions % self.lengths_of_segments  # (B, branches)
-        rows, keeps = phases // self.rates, (phases % self.rates)[:, None] == self.offsets  # (B, heads, branches)
+        keeps = self.keeps(positions[:, None])
         unreached = ~keeps.any(-1, keepdim=True)
-        # The token itself is stored: a query sees the rows of its segment up to itself, and all rows of a full window.
-        ends = phases if self.window is None else torch.minimum(positions % self.cycles, self.lengths_of_segments - 1)
-        limits = torch.where(keeps, ends[:, None], -1)
+        seen = torch.cat(self.stored_seen(positions[:, None], positions + 1, keeps), dim=-1)  # the token itself is stored
         if self.num_ranks == 1:  # kernels disagree on a row without a key: let it see everything, and drop what it gives
-            limits = limits.masked_fill(unreached, FAR)
-        seen = torch.cat([places <= limits[..., i, None] for i, places in enumerate(self.places)], dim=-1)  # (B, heads, rows)
-        stores = keeps if is_new is None else keeps & is_new[:, None, None]
+            seen = seen | unreached
+        stores = keeps[:, :, 0] if is_new is None else keeps[:, :, 0] & is_new[:, None, None]
         if self.num_ranks > 1:
-            rows, stores = rows // self.num_ranks, stores & (rows % self.num_ranks == self.rank)[:, None]
-        places = torch.where(stores, (rows + self.first_rows)[:, None], -1)
+            stores = stores & (self._row(positions) % self.num_ranks == self.rank)[:, None]
+        places = torch.where(stores, self.index(positions)[:, None], -1)
         places = torch.where(stores, places, places.amax(-1, keepdim=True).clamp(min=0))
         return Plan(
             places[..., None].expand(-1, -1, -1, self.head_dim),
             ~stores.any(-1)[..., None, None],
-            torch.where(seen, self.bias_seen, self.bias_hidden)[:, :, None],
-            unreached[..., None],
+            torch.where(seen, self.bias_seen, self.bias_hidden),
+            unreached,
         )
 
     def next_plan(self, lengths: Tensor, added: Tensor) -> Plan:
@@ -212,9 +204,15 @@ def layouts_of(
     return [Layout(pattern, run, heads, num_heads, max_length, like=like, rank=rank, num_ranks=num_ranks) for run in run_here]
 
 
-@recent(lambda plan, *_: plan.bias.nbytes, room=1 << 24)
+def _size_of(plan: Plan, layout: Layout, positions: tuple[int, ...], is_new: object) -> int:
+    return sum(x.untyped_storage().nbytes() for x in plan if x is not None) + 48 * len(positions)
+
+
+@recent(_size_of, room=1 << 24)
 @in_no_mode
 def _plan_of(layout: Layout, positions: tuple[int, ...], is_new: tuple[bool, ...] | None) -> Plan:
-    plan = layout._plan(torch.tensor(positions), None if is_new is None else torch.tensor(is_new))
+    device = layout.offsets.device  # not the default device
+    new = None if is_new is None else torch.tensor(is_new, device=device)
+    plan = layout._plan(torch.tensor(positions, device=device), new)
     unstored, unreached = (x if x is not None and bool(x.any()) else None for x in (plan.unstored, plan.unreached))
     return plan._replace(unstored=unstored, unreached=unreached)

@@ -14,6 +14,7 @@ from torch import Tensor
 from flexdilated.backends.dense.sdpa import attend_masked
 from flexdilated.core.call import Call
 from flexdilated.core.lse import sink_scale
+from flexdilated.core.tracing import reads_freely
 from flexdilated.decode.layout import Layout, Plan
 from flexdilated.decode.tokens import Tokens
 
@@ -50,7 +51,7 @@ class Store:
     """The rows of the key/value heads that run the same branches.
 
     `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another, finite. `is_marked` `(B, heads, sum of rows, 1)`: which
-    were not. `has_marks` is False if none is marked; compiled calls set it, since they cannot read marks.
+    were not. `has_marks` `()` is False if none is marked. It is read and set on CPUs alone; calls that cannot read marks set it.
 
     A window is the last branch. Row `p % size` stores position p until position `p + size` replaces it.
 
@@ -63,7 +64,7 @@ class Store:
         shape, device = (batch_size, len(layout.heads), sum(layout.rows), layout.head_dim), layout.offsets.device
         self.k, self.v = (torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(2))
         self.is_marked = torch.zeros(*shape[:3], 1, dtype=torch.bool, device=device)
-        self.has_marks = False
+        self.has_marks = self.is_marked.new_zeros(())
 
     @property
     def rows_held(self) -> tuple[Tensor, ...]:
@@ -139,10 +140,8 @@ class Store:
         keeps = layout.keeps(positions[None])  # (1, heads, T, branches)
         is_marked = is_marked[:, :, self.heads.start : self.heads.stop].transpose(1, 2)
         sees = torch.zeros_like(is_marked)
-        for i, (w, _) in enumerate(layout.branches):
+        for i, first in enumerate(layout.firsts(positions).unbind(-1)):
             counts = F.pad((is_marked & keeps[..., i]).cumsum(-1), (1, 0))  # (B, heads, T + 1): marks before each token
-            is_window = layout.window is not None and i == len(layout.branches) - 1
-            first = (positions - w + 1).clamp(min=0) if is_window else positions // w * w
             sees |= keeps[..., i] & (counts[..., 1:] > counts.index_select(-1, first))
         return sees
 
@@ -173,7 +172,7 @@ class Store:
         """Store `rows`, which `rows_at` returned, where `index` `(B, heads, sum of rows)` is not below 0."""
         dim = self.k.shape[3]
         is_marked = rows[:, 2 * dim :] > 0
-        self.has_marks = self.has_marks or bool(is_marked.any())
+        self.has_marks |= is_marked.any()
         for stored, x in zip(self.rows_held, (rows[:, :dim], rows[:, dim : 2 * dim], is_marked)):
             stored[index >= 0] = x
 
@@ -192,14 +191,14 @@ class Store:
 
     def clear(self) -> None:
         """Forget all rows."""
-        for x in self.rows_held:
+        for x in (*self.rows_held, self.has_marks):
             x.zero_()
-        self.has_marks = False
 
     def _may_see_marks(self, new: Tokens) -> bool:
-        """Whether stored or new rows may be marked, which is recorded. Compiled code does not read what is recorded."""
-        self.has_marks = new.is_marked is not None or self.has_marks
-        return self.has_marks
+        """Whether stored or new rows may be marked. It is recorded in a tensor, which exported code writes to as well."""
+        if new.is_marked is not None and self.has_marks.is_cpu:
+            self.has_marks.fill_(True)
+        return new.is_marked is not None or not reads_freely(self.has_marks) or bool(self.has_marks)
 
     def _own_rows(self, new: Tokens, with_marks: bool) -> tuple[Tensor, ...]:
         """k, v `(B, heads, T, D)` and, if wanted, marks `(B, heads, T, 1)` of new tokens in the heads of this store."""
