@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from flexdilated.backends.crossovers import CHALLENGERS
 from flexdilated.backends.dense import flash, sdpa
 from flexdilated.backends.dense.math import operations_why_not
 from flexdilated.backends.flex import kernel as flex_kernel
@@ -82,7 +83,7 @@ def choose(backend: str, request: DispatchKey, *, divided: bool = False) -> str:
         reasons = {}
         for name in prefer(request):
             reasons[name] = WHOLE if divided and name not in KERNEL_BACKENDS else why_not(name, request)
-            if reasons[name] is None:
+            if reasons[name] is None and name in CHALLENGERS:
                 reasons[name] = unproven(name, request)
             if reasons[name] is None and name == "triton":
                 reasons[name] = triton_backend.why_not_unasked(request)
