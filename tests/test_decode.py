@@ -376,7 +376,7 @@ def test_plans_stay_within_their_memory() -> None:
     assert 15 << 20 < kept <= 1 << 24
 
 
-@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
+@pytest.mark.filterwarnings("ignore:While (compiling|exporting), we found certain side effects:UserWarning")
 def test_marks_of_an_exported_step_reach_other_calls() -> None:
     inputs, cache = draw(3), make(DilatedPattern((7,), (1,)))
     module = torch.nn.Identity()
