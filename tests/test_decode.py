@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
 from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.layout import _plan_of as plan_of
 from flexdilated.decode.tokens import BLOCK
@@ -376,7 +377,8 @@ def test_plans_stay_within_their_memory() -> None:
     assert 15 << 20 < kept <= 1 << 24
 
 
-@pytest.mark.filterwarnings("ignore:While (compiling|exporting), we found certain side effects:UserWarning")
+@pytest.mark.skipif(not TRACES_UNKNOWN_SIZES, reason="torch before 2.11 exports no module that reads a cache's tensors")
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 def test_marks_of_an_exported_step_reach_other_calls() -> None:
     inputs, cache = draw(3), make(DilatedPattern((7,), (1,)))
     module = torch.nn.Identity()
