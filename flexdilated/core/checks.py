@@ -200,7 +200,8 @@ def refuse_shards_of_torch(num_ranks: int) -> None:
     Raises:
         ValueError: If a call over several ranks may get such shards, or a call without a mesh any shards.
     """
-    module = next((candidate for name in TORCH_SHARDS if hasattr(candidate := sys.modules.get(name), "_replaced_functions")), None)
+    loaded = [sys.modules[name] for name in TORCH_SHARDS if name in sys.modules]
+    module = next((each for each in loaded if hasattr(each, "_replaced_functions")), None)
     if module is None:
         return
     attention = torch.nn.functional.scaled_dot_product_attention
