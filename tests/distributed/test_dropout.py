@@ -87,7 +87,7 @@ def check_independence(kept: Tensor) -> None:
 def kept_weights_of_dtensors(rank: int, mesh: DeviceMesh, placements: list[Placement], compiled: bool) -> Tensor:
     """Which weights survive, `(B, H, keys, queries)` bool of the whole. Ranks have equal seeds, sequences and heads equal data."""
     mesh = grid(mesh.size()) if len(placements) == 2 else mesh
-    batch, tokens, heads = 5, 13, 12
+    batch, tokens, heads = 5, 13, 24
     q = torch.zeros(batch, tokens, heads, tokens, dtype=torch.float64)
     v = torch.eye(tokens, dtype=torch.float64)[:, None].expand(batch, tokens, heads, tokens)
     q, v = (distribute_tensor(x.contiguous(), mesh, placements) for x in (q, v))

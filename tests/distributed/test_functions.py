@@ -211,7 +211,7 @@ def test_compilers_change_nothing(ranks: Ranks, exchange: str) -> None:
 
 def uneven(mesh: DeviceMesh, heads: int) -> tuple[list[Tensor], dict[str, Any]]:
     """q, k and v of a whole sequence, of which the longest shards compute most, and the options of its shards."""
-    lengths, generator = (5, 26, 31, 2)[: mesh.size()], torch.Generator().manual_seed(7)
+    lengths, generator = (5, 26, 31, 2, 9, 1, 14, 3)[: mesh.size()], torch.Generator().manual_seed(7)
     whole = [torch.randn(1, sum(lengths), heads, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
     return whole, {"mesh": mesh, "shard_lengths": lengths}
 
