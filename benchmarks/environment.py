@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.util
 import platform
@@ -15,9 +17,17 @@ from typing import Any
 
 import torch
 
+from flexdilated.backends import crossovers
 from flexdilated.backends.tuned import driver as driver
-from flexdilated.backends.tuned import source_of as source_of
 from flexdilated.tuning.run import save as save
+
+BACKENDS = Path(crossovers.__file__).parent
+SOURCES = {
+    "triton": {
+        way: [f"triton/{name}.py" for name in (way, "launch", "places", "tiles", "groups")] for way in ("forward", "backward")
+    },
+    "flash": {way: ["dense/flash.py", "dense/flash_kernels.py"] for way in ("forward", "backward")},
+}
 
 
 @lru_cache(maxsize=1)
@@ -68,3 +78,20 @@ def provenance(program: str, device: str, arguments: Sequence[str], commit_given
         "date": describe()["date"],
         "command": shlex.join(["python", "-m", f"benchmarks.{program}", *arguments]),
     }
+
+
+def source_of(backend: str, form: str) -> str:
+    """A hash of the code that computes a form of `"triton"` or `"flash"`.
+
+    Forms are `"forward"` and `"backward"`, each also with `", grouped heads"`.
+    """
+    return digest("".join((BACKENDS / name).read_text() for name in SOURCES[backend][form.partition(",")[0]]))
+
+
+def digest(code: str) -> str:
+    """A hash of Python code that comments, docstrings and layout do not change."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
+            node.body = [x for x in node.body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]

@@ -5,7 +5,6 @@ One file per device name, level of CUDA, versions and code of the kernels. A pro
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
@@ -29,12 +28,6 @@ from flexdilated.core.tracing import answers_while_traced
 VARIABLE = "FLEXDILATED_CACHE"  # a folder, or OFF
 OFF = "off"
 PACKAGES = ("triton", "pytorch-triton", "triton-windows", "flash-attn", "flash-attn-4")
-SOURCES = {
-    "triton": {
-        way: [f"triton/{name}.py" for name in (way, "launch", "places", "tiles", "groups")] for way in ("forward", "backward")
-    },
-    "flash": {way: ["dense/flash.py", "dense/flash_kernels.py"] for way in ("forward", "backward")},
-}
 WRONG = ("wrong", "failed")  # first words of a check's result that exclude a form
 ESTIMATE = "an estimated 2 to 4 minutes"
 
@@ -222,24 +215,6 @@ def driver() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0].strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def source_of(backend: str, form: str) -> str:
-    """A hash of the code that computes a form of `"triton"` or `"flash"`.
-
-    Forms are `"forward"` and `"backward"`, each also with `", grouped heads"`.
-    """
-    place = Path(__file__).parent
-    return digest("".join((place / name).read_text() for name in SOURCES[backend][form.partition(",")[0]]))
-
-
-def digest(code: str) -> str:
-    """A hash of Python code that comments, docstrings and layout do not change."""
-    tree = ast.parse(code)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
-            node.body = [x for x in node.body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
 
 
 def level_name(capability: Capability) -> str:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import environment
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
-from flexdilated.backends import BACKENDS, DispatchKey, choose_kernel, crossovers, dispatch, tuned
+from flexdilated.backends import BACKENDS, DispatchKey, choose_kernel, crossovers, dispatch
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.dense import sdpa
 from flexdilated.backends.dense.sdpa import KERNELS
@@ -90,7 +91,7 @@ def test_auto_takes_no_form_that_changed_since_a_gpu_ran_it(monkeypatch: pytest.
 
 def test_kept_forms_are_those_of_this_code() -> None:
     for entry in json.loads(crossovers.FILE.read_text())["ran"]:
-        assert entry["source"] == tuned.source_of(entry["backend"], entry["form"]), (
+        assert entry["source"] == environment.source_of(entry["backend"], entry["form"]), (
             f"{entry['backend']}, {entry['form']} has changed since {entry['commit']} ran on {entry['device']}; remove the entry: "
             "backend='auto' takes another backend until python -m benchmarks.gpu --all has run there"
         )
@@ -99,8 +100,8 @@ def test_kept_forms_are_those_of_this_code() -> None:
 def test_a_form_is_known_by_its_code_alone() -> None:
     code = 'def f(x):\n    """A text."""\n    return x + 1\n'
     same, other = "# new\ndef f(x):\n    return x  +  1\n", code.replace("1", "2")
-    assert tuned.digest(code) == tuned.digest(same) != tuned.digest(other)
-    sources = {tuned.source_of(*form) for form in (("triton", "forward"), ("triton", "backward"), ("flash", "forward"))}
+    assert environment.digest(code) == environment.digest(same) != environment.digest(other)
+    sources = {environment.source_of(*form) for form in (("triton", "forward"), ("triton", "backward"), ("flash", "forward"))}
     assert len(sources) == 3
 
 
