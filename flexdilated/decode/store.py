@@ -88,7 +88,7 @@ class Store:
         rows = [torch.cat([x, *[y[:, :, local]] * times], dim=2) for x, y in pairs]
         mask, unreached = torch.cat(masks, dim=-1), ~keeps.any(-1, keepdim=True)  # a kept token sees itself
         if layout.num_ranks == 1:
-            mask = mask | unreached  # as in `Layout.plan`
+            mask = mask | unreached  # as in `Layout._plan`
         q = q.unflatten(2, (layout.num_kv_heads, -1))[:, :, self.heads.start : self.heads.stop]  # (B, T, heads, group, D)
         group = q.shape[3]
         # Query heads that share a key head become rows of one head, so that keys are not repeated.

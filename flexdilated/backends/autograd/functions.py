@@ -122,18 +122,18 @@ def attend_piece(
     q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, tokens: int | Tensor, piece: Piece, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Out `b s o h g r d` and lse `b s o h g r` of a piece; `tokens`: the first token that q holds, or `(N,)`, all of them."""
-    group, device = q.shape[2] // k.shape[2], q.device
+    group, device, of_keys = q.shape[2] // k.shape[2], q.device, piece.of_keys()
     segments, window = call.pattern.split("functions")
-    positions = tokens_of(piece, device), tokens_of(piece.of_keys(), device)
+    positions = tokens_of(piece, device), tokens_of(of_keys, device)
     queries, keys = (tokens[x] if isinstance(tokens, Tensor) else tokens + x for x in positions)
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None, None, None]
     h = heads_of(piece, group, device)[None, None, ..., None, None]
     ignored = None
     if key_padding_mask is not None:
-        ignored = read(key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece.of_keys())[..., None, :, 0]
+        ignored = read(key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1), of_keys)[..., None, :, 0]
     pairs = queries[None, :, :, None, None, :, None], keys[None, :, :, None, None, None, :]
     window = window if piece.branch == len(segments) else None
-    tensors = read(q, piece, group=group), read(k, piece.of_keys()), read(v, piece.of_keys())
+    tensors = read(q, piece, group=group), read(k, of_keys), read(v, of_keys)
     rows = Rows(*tensors, ignored=ignored, b=b, h=h, q_idx=pairs[0], kv_idx=pairs[1])
     out, lse = attend_lanes(rows, call, window)
     return with_zero_keys(out, lse, piece.zero_keys)
