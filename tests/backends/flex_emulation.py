@@ -6,9 +6,14 @@ A pair is scored when its block is listed; in a block listed as full the mask fu
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+
+from flexdilated.backends import BACKENDS
+from flexdilated.backends.flex import backend, kernel
+from flexdilated.core.lse import accumulated
 
 
 def visited(block_mask: BlockMask, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +42,8 @@ def call(
     """Takes the place of `flexdilated.backends.flex.call`."""
     hash(kind)
     group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    dtype, wide = q.dtype, accumulated(q.dtype)
+    q, k, v = q.to(wide), *(x.repeat_interleave(group, dim=1).to(wide) for x in (k, v))
     b = torch.arange(q.shape[0])[:, None, None, None]
     h = torch.arange(q.shape[1])[:, None, None]
     q_idx, kv_idx = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
@@ -51,4 +57,12 @@ def call(
     reached = (scores != -math.inf).any(dim=-1, keepdim=True)
     lse = torch.logsumexp(scores.masked_fill(~reached, 0.0), dim=-1, keepdim=True)
     out = (torch.exp(scores - lse) * reached) @ v
-    return out, lse.masked_fill(~reached, -math.inf)[..., 0] if want_lse else None
+    return out.to(dtype), lse.masked_fill(~reached, -math.inf)[..., 0] if want_lse else None
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Every call takes a layout, and the kernel is the emulation: only the kernel itself needs a GPU."""
+    monkeypatch.setattr(kernel, "call", call)
+    monkeypatch.setitem(BACKENDS, "flex", lambda request: None)
+    monkeypatch.setattr(backend, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(backend, "choose_layout", lambda pattern, call: layout)

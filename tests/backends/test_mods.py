@@ -22,7 +22,7 @@ from flexdilated import DilatedAttention, DilatedPattern, dilated_attention, ref
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.call import Call
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
-from tests.backends import flex_emulation
+from tests.backends.flex_emulation import emulate
 from tests.backends.mods import Mods, run
 from tests.cases import Case, calls, run_reference
 from tests.tolerances import EXACT, SINGLE
@@ -432,13 +432,6 @@ def test_grouped_branches_compile_for_any_number_of_heads() -> None:
         q = torch.randn(1, 40, heads, 16, dtype=torch.float64)
         torch._dynamo.mark_dynamic(q, 2)
         torch.testing.assert_close(compiled(q), attend(q), **EXACT)
-
-
-def emulate(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    """Every call takes a layout, and the kernel is the emulation: only the kernel itself needs a GPU."""
-    monkeypatch.setattr(flex, "call", flex_emulation.call)
-    monkeypatch.setattr(flexdilated.backends.flex.backend, "_on_cpu", lambda q: False)
-    monkeypatch.setattr(flexdilated.backends.flex.backend, "choose_layout", lambda pattern, call: layout)
 
 
 def flex_backend(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:

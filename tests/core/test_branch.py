@@ -2,9 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -41,20 +40,7 @@ from flexdilated.draw.pattern import multiplicity
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.masks.blocks import head_branches
 from flexdilated.nn.position import XPos
-
-
-class Comet(NamedTuple):
-    """A kind of branch that nobody knows."""
-
-    tail: int
-
-
-@dataclass(frozen=True)
-class PatternWithComet(DilatedPattern):
-    @property
-    def branches(self) -> Any:
-        return (*super().branches, Comet(3))
-
+from tests.doors.cases import PatternWithComet
 
 COMET = PatternWithComet((5, 13), (1, 2))
 LENGTHS, RATES = (5, 7, 11), (1, 2, 3)
