@@ -45,14 +45,10 @@ def test_a_case_equals_the_definition_or_is_refused_by_name(door: str, kind: str
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(
-    "pattern", [PatternWithComet((29,), (1,)), PatternWithComet((29,), (3,), window=5)], ids=["segments", "window"]
-)
-def test_a_kind_that_no_code_knows_is_refused_by_its_name(
-    door: str, pattern: DilatedPattern, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_kind_that_no_code_knows_is_refused_by_its_name(door: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for variant in DOORS[door].asked():
-        case = replace(CASES["segments", variant], pattern=pattern)
+        case = replace(CASES["segments", variant], pattern=PatternWithComet((29,), (1,), window=window))
         if DOORS[door].lacks(case) is None and DOORS[door].accepts(case) is None:
-            with pytest.raises(NotImplementedError, match="got a branch of kind Comet: Comet"):
+            with pytest.raises((NotImplementedError, TorchDynamoException), match="got a branch of kind Comet: Comet"):
                 DOORS[door].run(case, monkeypatch)
