@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from tests.doors.cases import CASES, KINDS, PatternWithComet, Question, assert_near
 from tests.doors.doors import DOORS, Door
