@@ -48,7 +48,8 @@ class Comet(NamedTuple):
 class PatternWithComet(DilatedPattern):
     @property
     def branches(self) -> Any:
-        return (*DilatedPattern.branches.fget(self), Comet(3))  # type: ignore[attr-defined]  # no super(): a compiler traces this
+        own = DilatedPattern(self.segment_lengths, self.dilation_rates, window=self.window)
+        return (*own.branches, Comet(3))
 
 
 @dataclass(frozen=True)
