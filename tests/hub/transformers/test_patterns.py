@@ -265,6 +265,6 @@ def test_generation_beyond_the_longest_segment_warns_once(cache: str) -> None:
         options = {CACHE: hub.DilatedCache()} if cache == "dilated" else {"cache_implementation": cache}
         with warnings.catch_warnings(record=True) as warned:
             warnings.filterwarnings("always", "pattern with segments .* has no segment longer than 24 tokens")
-            model.generate(draw_tokens(), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **options)
+            model.generate(draw_tokens(), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=31, **options)
         counts.append(len(warned))
     assert counts == [0, 1, 0]
