@@ -1,7 +1,5 @@
 """Keyword arguments whose names changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -10,19 +8,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def renamed(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function raise a TypeError for a keyword that it no longer takes; its signature stays as written.
-
-    Args:
-        **arguments: By old name: the new name, and what the argument means.
-    """
+def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Raise a TypeError for an old keyword, with the new name and its meaning; the signature stays as written."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name, instead in arguments.items():
-                if name in kwargs:
-                    raise TypeError(f"{function.__qualname__}() takes {instead}, got {name}")
+            for name in names.keys() & kwargs:
+                raise TypeError(f"{function.__qualname__}() takes {names[name]}, got {name}")
             return function(*args, **kwargs)
 
         return checked
