@@ -181,8 +181,9 @@ def dilated_attention(
             `exchange="ring"`, or for shifted positions (`DilatedPattern.zero_padding`) over ranks.
 
     Warns:
-        UserWarning: Once, if a causal call has a pattern that is not connected (`DilatedPattern.crosses_boundaries`), or no head
-            keeps some token. Published patterns, packed documents and compiled calls do not warn.
+        UserWarning: Once, if no key/value head keeps some token, or some residue of a branch under `heads="all"`; if a causal call
+            has a pattern that is not connected (`DilatedPattern.crosses_boundaries`), or more tokens than its longest segment.
+            Packed documents warn of residues only; patterns with zero keys and compiled calls do not warn.
     """
     if unknown:
         name = next(iter(unknown))
@@ -246,6 +247,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         num_tokens = q.shape[1] * call.mesh.size() if shards is None else sum(shards)
     else:
         result, num_tokens = dispatch.attend_whole(*check(q, k, v, call)), q.shape[1]
-    if call.cu_seqlens is None and not torch.compiler.is_compiling() and type(num_tokens) is int:
-        warn_of_losses(call.pattern, num_tokens, call.num_heads or k.shape[2], call.is_causal)
+    if not torch.compiler.is_compiling() and type(num_tokens) is int:
+        longest = num_tokens if call.cu_seqlens is None else None  # to read the lengths of documents waits for the device
+        warn_of_losses(call.pattern, longest, call.num_heads or k.shape[2], call.is_causal)
     return result

@@ -1,9 +1,12 @@
 """Which patterns are connected, by a look at every pair of tokens; the preset for causal models; the warning."""
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -158,7 +161,7 @@ def test_causal_preset_takes_a_window_and_a_rate() -> None:
     assert DilatedPattern.causal(512, 8, window=2).crosses_boundaries(512, 8)
 
 
-RATE = "rate must be at most seq_len=%d and have a head for each of its residues among num_heads=8, got %d; "
+RATE = "rate must be at most seq_len=%d and have a head for each of its residues among num_kv_heads=8, got %d; "
 causal = DilatedPattern.causal
 
 
@@ -173,7 +176,7 @@ causal = DilatedPattern.causal
         (lambda: causal(2, 8, rate=4), ValueError, RATE % (2, 4)),
         (lambda: causal(0, 8), ValueError, "seq_len must be at least 1, got 0"),
         (lambda: causal(2**40 + 1, 8), ValueError, f"seq_len must be at most {2**40}, got {2**40 + 1}"),
-        (lambda: causal(512, 0), ValueError, "num_heads must be at least 1, got 0"),
+        (lambda: causal(512, 0), ValueError, "num_kv_heads must be at least 1, got 0"),
         (lambda: BEST.crosses_boundaries(0, 1), ValueError, "num_tokens must be at least 1, got 0"),
         (lambda: BEST.crosses_boundaries(1, 0), ValueError, "num_heads must be at least 1, got 0"),
         (lambda: BEST.crosses_boundaries(1, 1.5), TypeError, "num_heads must be an integer, got 1.5"),
@@ -226,23 +229,119 @@ WHERE: dict[str, Callable[[DilatedPattern], object]] = {
 }
 
 
+def warnings_of(call: Callable[[], object]) -> list[str]:
+    """The texts of two calls, all of them shown at a line of this file."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        call(), call()
+    assert {each.filename for each in warned} <= {__file__}
+    return [str(each.message) for each in warned]
+
+
 @pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize("name", WHERE)
 def test_a_pattern_that_meets_heads_warns_once_of_what_is_lost(name: str) -> None:
-    for pattern, text in (
-        (SPLIT, r"^pattern with segments \(4, 8\) at rates \(1, 4\) is not connected: .* tokens 0 to 3 "),
+    split, without = (
+        r"^pattern with segments \(4, 8\) at rates \(1, 4\) ",
+        "has no key/value head for 2 of the 4 residues of branch ",
+    )
+    for pattern, texts in (
+        (SPLIT, [split + without + "1:", split + "is not connected: .* 0 to 3 "]),
         (
             SPARSE,
-            r"^pattern with segments \(16,\) at rates \(8,\) has no head for token 2, the first of its kind: its output is 0, ",
+            [r"^pattern with segments \(16,\) at rates \(8,\) has no head for token 2, the first of its kind: its output is 0, "],
+        ),
+        (DilatedPattern.causal(32, 4), []),  # of rate 2
+        (
+            DilatedPattern.causal(32, num_kv_heads=8),  # query heads by mistake
+            [r"^pattern with segments \(32,\) at rates \(4,\) and a window of 8 " + without + "0:"],
         ),
     ):
+        if pattern.window is not None and name == "LongNet":  # takes no window
+            continue
+        warned = warnings_of(partial(WHERE[name], pattern))
+        assert len(warned) == len(texts)
+        assert all(re.match(*each) for each in zip(texts, warned))
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("pattern", "num_kv_heads", "lost"),
+    [
+        (DilatedPattern((16, 64), (1, 8), window=3), 4, "4 of the 8 residues of branch 1"),
+        (DilatedPattern((64,), (4,), window=3), 6, "1 of the 4 residues of branch 0"),  # blocked: 0, 0, 1, 1, 2, 2
+        (DilatedPattern((64,), (4,), window=3, offsets="interleaved"), 6, None),
+        (DilatedPattern((16, 64, 64), (4, 1, 5)), 3, "1 of the 4 residues of branch 0, 2 of the 5 residues of branch 2"),
+        (DilatedPattern.longnet(), 12, None),
+        (DilatedPattern.longnet(), 4, "2 of the 6 residues of branch 3, 8 of the 12 residues of branch 4"),
+        (DilatedPattern.gigapath(), 8, None),
+        (DilatedPattern.grouped((16, 64), (1, 8), window=3), 4, None),  # one residue by design
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_residues_without_a_key_value_head_warn_once(
+    pattern: DilatedPattern, num_kv_heads: int, lost: str | None, packed: bool
+) -> None:
+    q, k = torch.randn(1, 13, 2 * num_kv_heads, 2), torch.randn(1, 13, num_kv_heads, 2)
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 6, 13])} if packed else {}
+    warned = warnings_of(lambda: dilated_attention(q, k, k, pattern, **options))
+    assert len(warned) == (lost is not None)
+    assert lost is None or warned[0].endswith(
+        f" has no key/value head for {lost}: no query reads their tokens there; use rates that divide the {num_kv_heads} key/value "
+        f"heads, or DilatedPattern.causal(seq_len, num_kv_heads={num_kv_heads}): count key/value heads, not query heads"
+    )
+
+
+BEYOND = (
+    r"^pattern with segments \(16,\) at rates \(2,\) and a window of 4 has no segment longer than 16 tokens: tokens from position "
+    r"16 on see only keys of their own segment and window; make the longest segment at least as long as the sequence, as "
+    r"DilatedPattern\.causal\(seq_len, 4\) does$"
+)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_causal_calls_beyond_the_longest_segment_warn_once() -> None:
+    pattern = DilatedPattern.causal(16, 4)
+    call = lambda n, **options: warnings_of(lambda: dilated_attention(*torch.randn(3, 1, n, 4, 2), pattern, **options))  # noqa: E731
+    assert call(16, is_causal=True) == call(17) == []
+    (text,) = call(17, is_causal=True)
+    assert re.match(BEYOND, text)
+    assert call(40, is_causal=True) == []
+    assert warnings_of(lambda: dilated_attention(*torch.randn(3, 1, 17, 4, 2), DilatedPattern(window=4), is_causal=True)) == []
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_cache_beyond_the_longest_segment_warns_once_by_its_real_lengths() -> None:
+    pattern = DilatedPattern.causal(16, 4)
+    cache = DilatedKVCache(pattern, batch_size=2, num_kv_heads=4, head_dim=2)
+
+    def step(num_tokens: int, *lengths: int) -> list[str]:
+        new = torch.randn(3, 2, num_tokens, 4, 2)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            for _ in range(2):
-                WHERE[name](pattern)
-        assert len(warned) == 1
-        assert re.match(text, str(warned[0].message))
-        assert warned[0].filename == __file__
+            cache.attend(*new, lengths=torch.tensor(lengths) if lengths else None)
+        assert {each.filename for each in warned} <= {__file__}
+        return [str(each.message) for each in warned]
+
+    assert step(14, 3, 9) == step(7, 7, 4) == step(3) == []  # 13 and 16 tokens, of 24 with padding
+    cache.crop(15)
+    assert step(1) == []
+    (text,) = step(1)
+    assert re.match(BEYOND, text)
+    assert step(1) == []
+    cache.reset()
+    assert step(16) == step(1) == []
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_cache_does_not_read_its_lengths_before_the_longest_segment_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DilatedKVCache(DilatedPattern.causal(16, 4), batch_size=1, num_kv_heads=4, head_dim=2)
+    reads: list[int] = []
+    read = torch.Tensor.max
+    monkeypatch.setattr(torch.Tensor, "max", lambda x, *args: reads.append(1) or read(x, *args))
+    for _ in range(20):
+        cache.attend(*torch.randn(3, 1, 1, 4, 2))
+    assert len(reads) == 1
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -271,11 +370,21 @@ def test_no_warning_without_need() -> None:
         dilated_attention(short, short, short, LOSSY, is_causal=True)
         dilated_attention(q, q, q, LOSSY, is_causal=True, cu_seqlens=torch.tensor([0, 6, 13]))
         dilated_attention(q, q, q, DilatedPattern.torchscale((4, 8), (1, 2)), is_causal=True, backend="reference")
-        MultiheadDilatedAttention(16, 4, DilatedPattern.longnet(), is_causal=True)
+        MultiheadDilatedAttention(24, 12, DilatedPattern.longnet(), is_causal=True)
         MultiheadDilatedAttention(16, 4, LOSSY, is_causal=True)
         MultiheadDilatedAttention(16, 4, LOSSY)
         layer = DilatedAttention(LOSSY, is_causal=True)
         torch.compile(layer, fullgraph=True, backend="aot_eager")(q, q, q)
+        layer = DilatedAttention(DilatedPattern((8,), (4,), window=2), is_causal=True)  # a residue is lost, and tokens are beyond 8
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(q, q, q)
+
+
+def test_causal_preset_rejects_the_name_of_query_heads() -> None:
+    assert list(inspect.signature(causal).parameters) == ["seq_len", "num_kv_heads", "window", "rate"]
+    assert causal(512, num_kv_heads=8) == causal(512, 8)
+    message = "DilatedPattern.causal() takes num_kv_heads, the number of key/value heads, got num_heads"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        causal(512, num_heads=8)  # type: ignore[call-arg]
 
 
 def test_cures_of_grouped_heads_are_a_window_and_the_preset() -> None:

@@ -32,7 +32,7 @@ def test_example_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
 def test_first_example_is_connected(page: str) -> None:
     """With equal scores, the gradient of `out` with respect to `v` is the matrix of weights; at a 16th of the example's length."""
     text = (ROOT / page).read_text()
-    ((length, heads),) = re.findall(r"DilatedPattern\.causal\((\d+_\d+), num_heads=(\d+)\)", text)
+    ((length, heads),) = re.findall(r"DilatedPattern\.causal\((\d+_\d+), num_kv_heads=(\d+)\)", text)
     assert f"torch.randn(1, {length}, {heads}, " in text
     num_tokens, num_heads = int(length) // 16, int(heads)
     assert DilatedPattern.causal(int(length), num_heads).crosses_boundaries(int(length), num_heads)

@@ -149,9 +149,9 @@ def why_not_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) 
 
 
 def check_losses(pattern: DilatedPattern, num_tokens: int | None, num_heads: int, is_causal: bool) -> None:
-    """Warn once of a token that no head keeps, and of a causal model that is not connected. Compiled code does not warn.
+    """Warn once of tokens and residues without a key/value head, and of what a causal model loses. Compiled code does not warn.
 
-    Published patterns do not warn: `DilatedPattern.longnet()`, and those with zero keys. `num_tokens` None: the longest segment.
+    Patterns with zero keys do not warn: published weights need them. `num_tokens` None: the longest segment.
 
     Raises:
         ValueError: As `DilatedPattern.check_heads`.
@@ -163,20 +163,37 @@ def check_losses(pattern: DilatedPattern, num_tokens: int | None, num_heads: int
 
 
 @lru_cache(maxsize=4096)
-def warn_of_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
-    """`check_losses` without a check of the number of heads."""
-    if pattern.zero_padding or pattern == DilatedPattern.longnet():
+def warn_of_losses(pattern: DilatedPattern, num_tokens: int | None, num_heads: int, is_causal: bool) -> None:
+    """`check_losses` without a check of the number of heads. `num_tokens` None: packed documents, whose lengths are not known."""
+    if pattern.zero_padding:
         return
     window = "" if pattern.window is None else f" and a window of {pattern.window}"
     name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}{window}"
-    if (token := pattern.first_token_without_head(num_tokens, num_heads)) is not None:
+    if num_tokens is not None and (token := pattern.first_token_without_head(num_tokens, num_heads)) is not None:
         cure = f", or a rate that divides the {num_heads} key/value heads" if pattern.heads == "all" else ""
         _warn(
             f"{name} has no head for token {token}, the first of its kind: its output is 0, and no query reads it; "
             f"add a branch of rate 1{cure}"
         )
-    elif is_causal and (reason := why_not_connected(pattern, num_tokens, num_heads)) is not None:
+        return
+    counts = [(i, r, r - len(pattern.kept_offsets(i, num_heads))) for i, r in enumerate(pattern.dilation_rates)]
+    lost = [f"{count} of the {r} residues of branch {i}" for i, r, count in counts if count]
+    if lost and pattern.heads == "all":
+        _warn(
+            f"{name} has no key/value head for {', '.join(lost)}: no query reads their tokens there; use rates that divide the "
+            f"{num_heads} key/value heads, or DilatedPattern.causal(seq_len, num_kv_heads={num_heads}): count key/value heads, not "
+            "query heads"
+        )
+    if num_tokens is None or not is_causal:
+        return
+    if pattern != DilatedPattern.longnet() and (reason := why_not_connected(pattern, num_tokens, num_heads)) is not None:
         _warn(f"{name} is {reason}")
+    elif num_tokens > (longest := max(pattern.segment_lengths, default=num_tokens)):
+        _warn(
+            f"{name} has no segment longer than {longest} tokens: tokens from position {longest} on see only keys of their own "
+            "segment and window; make the longest segment at least as long as the sequence, as "
+            f"DilatedPattern.causal(seq_len, {num_heads}) does"
+        )
 
 
 @lru_cache(maxsize=4096)  # the text does not depend on the number of tokens

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from flexdilated.core.boundaries import first_near_ends, is_crossed
 from flexdilated.core.branch import Branch, HeadRun, Kept, Segments, Window, ceil_div, segments_among, split_kinds
 from flexdilated.core.integers import as_integer, at_least_one, index_below, integer_tuple
+from flexdilated.core.keywords import renamed
 from flexdilated.core.pattern_svg import branches_svg
 
 Heads = Literal["all", "grouped"]
@@ -128,7 +129,8 @@ class DilatedPattern:
         return cls(segment_lengths, dilation_rates, window=window, heads="grouped")  # type: ignore[arg-type]
 
     @classmethod
-    def causal(cls, seq_len: int, num_heads: int, *, window: int | None = None, rate: int | None = None) -> DilatedPattern:
+    @renamed(num_heads="num_kv_heads, the number of key/value heads")
+    def causal(cls, seq_len: int, num_kv_heads: int, *, window: int | None = None, rate: int | None = None) -> DilatedPattern:
         """A pattern for causal models: a sliding window over near tokens, and one dilated branch over the whole sequence.
 
         >>> DilatedPattern.causal(1024, 8).branches
@@ -139,27 +141,26 @@ class DilatedPattern:
 
         Args:
             seq_len: Tokens of the longest sequence.
-            num_heads: Key/value heads.
+            num_kv_heads: Key/value heads, which may be fewer than query heads.
             window: Size of the window. Default: `seq_len / (2 * rate**2)`, so that window and branch cost the same, rounded down
                 to a multiple of a large power of two; at least `2 * rate`.
-            rate: Rate of the far branch. Default: the largest rate that leaves two heads to each residue, about `num_heads / 2`;
+            rate: Rate of the far branch. Default: the largest rate that leaves two heads to each residue, about `num_kv_heads / 2`;
                 2 for two or three heads. For one head, or at most `4 * rate` tokens, the pattern is dense attention.
 
         Raises:
             ValueError: If a number is below 1, `seq_len` above 2**40, a residue without a head, or `window` is 1 at a rate above 1.
             TypeError: If a number is not an integer.
         """
-        seq_len, num_heads = at_least_one("seq_len", seq_len), at_least_one("num_heads", num_heads)
+        seq_len, num_kv_heads = at_least_one("seq_len", seq_len), at_least_one("num_kv_heads", num_kv_heads)
         if seq_len > MAX_LENGTH:
             raise ValueError(f"seq_len must be at most {MAX_LENGTH}, got {seq_len}")
         if rate is None:
-            max_rate = min(seq_len, max(num_heads // 2, min(num_heads, 2)))
-            rate = next(r for r in range(max_rate, 0, -1) if (num_heads - 1) // ceil_div(num_heads, r) == r - 1)
-        rate = at_least_one("rate", rate)
-        if rate > seq_len or (num_heads - 1) // ceil_div(num_heads, rate) != rate - 1:
+            max_rate = min(seq_len, max(num_kv_heads // 2, min(num_kv_heads, 2)))
+            rate = next(r for r in range(max_rate, 0, -1) if (num_kv_heads - 1) // ceil_div(num_kv_heads, r) == r - 1)
+        if (rate := at_least_one("rate", rate)) > seq_len or (num_kv_heads - 1) // ceil_div(num_kv_heads, rate) != rate - 1:
             raise ValueError(
-                f"rate must be at most seq_len={seq_len} and have a head for each of its residues among num_heads={num_heads}, got "
-                f"{rate}; use a divisor of num_heads"
+                f"rate must be at most seq_len={seq_len} and have a head for each of its residues among "
+                f"num_kv_heads={num_kv_heads}, got {rate}; use a divisor of num_kv_heads"
             )
         if window is None:
             if rate == 1 or 4 * rate >= seq_len:

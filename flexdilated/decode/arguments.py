@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexdilated.backends import BACKENDS
-from flexdilated.core.checks import DTYPES, check_dense, check_sinks
+from flexdilated.core.checks import DTYPES, check_dense, check_sinks, warn_of_losses
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.integers import as_integer, at_least_one
 from flexdilated.core.pattern import DilatedPattern
@@ -132,6 +133,21 @@ def check_lengths(lengths: Tensor | None, cache_lengths: Tensor, num_tokens: int
         torch._assert_async(in_range.all(), f"lengths must be in [0, T={num_tokens}]")
     elif not bool(in_range.all()):
         raise ValueError(f"lengths must be in [0, T={num_tokens}], got {lengths.tolist()}")
+
+
+def count_seen(most_seen: float, lengths: Tensor, pattern: DilatedPattern, total_kv_heads: int) -> float:
+    """An upper bound of `lengths`: `most_seen`, which counts padding; -inf after the warning of tokens beyond the longest segment.
+
+    The device is waited for only where the bound is beyond that segment: `lengths` then say whether a token is.
+    """
+    longest = max(pattern.segment_lengths, default=math.inf)
+    is_capturing = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+    if most_seen <= longest or is_capturing or not holds_values(lengths):
+        return most_seen
+    if (num_tokens := int(lengths.max())) <= longest:
+        return num_tokens
+    warn_of_losses(pattern, num_tokens, total_kv_heads, is_causal=True)
+    return -math.inf
 
 
 def checked_length(length: int | Tensor, lengths: Tensor) -> list[int]:

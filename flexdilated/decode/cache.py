@@ -24,6 +24,7 @@ from flexdilated.decode.arguments import (
     check_sizes,
     checked_indices,
     checked_length,
+    count_seen,
 )
 from flexdilated.decode.layout import layouts_of
 from flexdilated.decode.store import Past, Store, restored_on_error, with_marks
@@ -96,7 +97,7 @@ class DilatedKVCache:
         self.pattern, self.max_length, self.first_head, self.total_kv_heads = pattern, max_length, first_head, total
         self.batch_size, self.num_kv_heads, self.head_dim, self.dtype = batch_size, num_kv_heads, head_dim, dtype
         self.records_past = False  # whether `crop` can go back to before the calls that follow, whatever they overwrite
-        self._past, self._is_empty = list[Past](), True
+        self._past, self._is_empty, self._most_seen = list[Past](), True, 0.0
         if mesh is None and exchange != "auto":
             raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
         self._ranks = None if mesh is None else self._ranks_of(mesh, exchange)
@@ -224,11 +225,13 @@ class DilatedKVCache:
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
         check_cache_sinks(sinks, q)
         shards = self._shards(q.shape[1], shard_lengths)
-        check_lengths(lengths, self._lengths, q.shape[1] if shards is None else sum(shards))
+        num_tokens = q.shape[1] if shards is None else sum(shards)
+        check_lengths(lengths, self._lengths, num_tokens)
         with without_autocast(q.device):  # the dtype is that of the cache
-            if shards is None:
-                return self._attend(q, k, v, lengths, call)
-            return self._attend_shards(q, k, v, lengths, call, shards)
+            out = self._attend(q, k, v, lengths, call) if shards is None else self._attend_shards(q, k, v, lengths, call, shards)
+        if not torch.compiler.is_compiling():  # a number that changes would compile every step again
+            self._most_seen = count_seen(self._most_seen + num_tokens, self._lengths, self.pattern, self.total_kv_heads)
+        return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, call: Call) -> Tensor:
         new, added, is_real = read_new(self._lengths, self.max_length, k, v, lengths)

@@ -19,6 +19,7 @@ from flexdilated.core import checks
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
 from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 
 PATTERN = DilatedPattern((5, 13), (1, 3), offsets="interleaved")
 SIZES = {"vocab_size": 31, "hidden_size": 24, "intermediate_size": 19, "num_hidden_layers": 1, "num_attention_heads": 3}
@@ -233,8 +234,13 @@ def test_heads_for_any_model_of_the_library_run(head: str) -> None:
     ("pattern", "architectures", "text"),
     [
         (DilatedPattern((24,), (8,)), None, r"^pattern with segments \(24,\) at rates \(8,\) has no head for token 4, .* 4 key/"),
-        (DilatedPattern((4, 24), (1, 8)), ["LlamaForCausalLM"], r"^pattern with segments \(4, 24\) .* not connected: .* 0 to 3 "),
-        (DilatedPattern((4, 24), (1, 8)), ["LlamaModel"], None),  # causal or not: the first call knows
+        (DilatedPattern((4, 24), (1, 4)), ["LlamaForCausalLM"], r"^pattern with segments \(4, 24\) .* not connected: .* 0 to 3 "),
+        (DilatedPattern((4, 24), (1, 4)), ["LlamaModel"], None),  # causal or not: the first call knows
+        (
+            DilatedPattern.causal(64, num_kv_heads=16),
+            None,
+            r"^pattern .* window of 16 has no key/value head for 4 of the 8 residues ",
+        ),
     ],
 )
 def test_set_pattern_warns_of_what_heads_lose(pattern: DilatedPattern, architectures: list[str] | None, text: str | None) -> None:
@@ -246,3 +252,19 @@ def test_set_pattern_warns_of_what_heads_lose(pattern: DilatedPattern, architect
         hub.set_pattern(config, pattern)
     assert len(warned) == (text is not None)
     assert text is None or re.match(text, str(warned[0].message))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["dynamic", "static", "dilated"])
+def test_generation_beyond_the_longest_segment_warns_once(cache: str) -> None:
+    model = build(DilatedPattern.causal(24, 4), hidden_size=32, num_attention_heads=8, num_key_value_heads=4)
+    checks.warn_of_losses.cache_clear()
+    checks._warn.cache_clear()
+    counts = []
+    for new in (7, 9, 9):  # after 17 tokens; the last one is not read
+        options = {CACHE: hub.DilatedCache()} if cache == "dilated" else {"cache_implementation": cache}
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.filterwarnings("always", "pattern with segments .* has no segment longer than 24 tokens")
+            model.generate(draw_tokens(), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=31, **options)
+        counts.append(len(warned))
+    assert counts == [0, 1, 0]
