@@ -32,7 +32,7 @@ LAYOUT = "; the layout is (B, N, H, D): transpose dims 1 and 2 of tensors made f
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
-    """The tensors in the dtype that autocast gives them, and the call complete.
+    """The tensors in the dtype that autocast gives them, and the call complete, without its sinks, which `attend` counts later.
 
     Raises:
         ValueError: If a shape, length, probability or name is wrong, or the pattern has more groups of heads than k has heads.
@@ -46,6 +46,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         if call.exchange != "auto":
             raise ValueError(f"exchange must come with mesh, got {call.exchange!r} and no mesh")
     check_tensors(q, k, v, call)
+    if call.sinks is not None:
+        check_sinks(call.sinks, q)
     if not torch.compiler.is_compiling():  # operators over ranks ask again when they run
         refuse_shards_of_torch(0 if call.mesh is None else call.mesh.size())
     if not isinstance(call.backend, str):
@@ -59,8 +61,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         refuse_dtypes(q, k, v)
     requires_grad = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
-    call = call.replaced(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, score_mod_requires_grad=requires_grad)
-    return q, k, v, call
+    completed = {
+        "scale": scale,
+        "dropout_p": float(call.dropout_p),
+        "num_heads": num_heads,
+        "score_mod_requires_grad": requires_grad,
+    }
+    return q, k, v, call.replaced(**completed, sinks=None)
 
 
 _check_heads = lru_cache(maxsize=1024)(DilatedPattern.check_heads)
