@@ -37,6 +37,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
     Raises:
         ValueError: If a shape, length, probability or name is wrong, or the pattern has more groups of heads than k has heads.
         TypeError: If an argument has the wrong type or dtype.
+        NotImplementedError: If a size is a symbol outside of compiled and exported code.
     """
     if call.exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
@@ -50,6 +51,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         check_sinks(call.sinks, q)
     if not torch.compiler.is_compiling():  # operators over ranks ask again when they run
         refuse_shards_of_torch(0 if call.mesh is None else call.mesh.size())
+        if torch.SymInt in map(type, (*q.shape, *k.shape)):
+            raise NotImplementedError(
+                "q and k must have sizes that are numbers outside of torch.compile and torch.export, got "
+                f"{(*q.shape,)} and {(*k.shape,)}; use torch.export, or make_fx with tracing_mode='real' or 'fake'"
+            )
     if not isinstance(call.backend, str):
         raise TypeError(f"backend must be the name of a backend, got {call.backend!r}")
     num_heads = k.shape[2] if call.num_heads is None else call.num_heads
