@@ -39,13 +39,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         TypeError: If an argument has the wrong type or dtype.
         NotImplementedError: If a size is a symbol outside of compiled and exported code.
     """
-    if call.exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
-    if call.mesh is None:
-        if call.shard_lengths is not None:
-            raise ValueError(f"shard_lengths must come with mesh, got {call.shard_lengths} and no mesh")
-        if call.exchange != "auto":
-            raise ValueError(f"exchange must come with mesh, got {call.exchange!r} and no mesh")
+    check_exchange(call.exchange, call.mesh)
+    if call.mesh is None and call.shard_lengths is not None:
+        raise ValueError(f"shard_lengths must come with mesh, got {call.shard_lengths} and no mesh")
     check_tensors(q, k, v, call)
     if call.sinks is not None:
         check_sinks(call.sinks, q)
@@ -74,6 +70,18 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         "score_mod_requires_grad": requires_grad,
     }
     return q, k, v, call.replaced(**completed, sinks=None)
+
+
+def check_exchange(exchange: str, mesh: object) -> None:
+    """Raise for an exchange that is unknown, or named without a mesh.
+
+    Raises:
+        ValueError: In both cases.
+    """
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
+    if mesh is None and exchange != "auto":
+        raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
 
 
 _check_heads = lru_cache(maxsize=1024)(DilatedPattern.check_heads)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
+from flexdilated.core.checks import check_exchange
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed.mesh import canonical_mesh
 from flexdilated.distributed.sharding import local_shard_lengths
@@ -41,6 +42,9 @@ class CrossAttention(nn.Module):
         gamma_init: Gain of the initial value and output projections.
         mesh: A 1-D `DeviceMesh` over which query and memory are sharded. Default: they are whole.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
+
+    Raises:
+        ValueError: If the exchange is unknown, or named without a mesh.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class CrossAttention(nn.Module):
         exchange: str = "auto",
     ) -> None:
         super().__init__()
+        check_exchange(exchange, mesh)
         self.num_heads, self.dropout_p, self.mesh, self.exchange = num_heads, dropout_p, canonical_mesh(mesh), exchange
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
         set_initial_projections(self, gamma_init)
