@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.backends import dispatch
 from flexdilated.core.call import Call, MaskMod, ScoreMod
-from flexdilated.core.checks import LAYOUT, check, check_sinks, warn_of_losses
+from flexdilated.core.checks import LAYOUT, check, warn_of_losses
 from flexdilated.core.lse import normalised, sink_scale
 from flexdilated.core.pattern import DilatedPattern
 
@@ -233,13 +233,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
 
         q, k, v, call, wrap = unwrapped(q, k, v, call)
         return wrap.around(*attend(q, k, v, call))
-    if (sinks := call.sinks) is not None:
-        check_sinks(sinks, q)
-        out, lse = attend(q, k, v, call.replaced(sinks=None, return_lse=True))
-        assert lse is not None
-        _, total = normalised(torch.stack(torch.broadcast_tensors(lse, sinks.to(lse.dtype)[:, None])), dim=0)
-        share = sink_scale(sinks.to(lse.dtype), lse.transpose(1, 2))  # (B, N, H)
-        return (out * share[..., None]).to(out.dtype), total[0] if call.return_lse else None
+    sinks, wants_lse = call.sinks, call.return_lse
+    if sinks is not None:
+        call = call.replaced(return_lse=True)
     if call.mesh is not None:
         from flexdilated.distributed import attention as ranks  # one process needs no torch.distributed
 
@@ -250,4 +246,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     if not torch.compiler.is_compiling() and type(num_tokens) is int:
         longest = num_tokens if call.cu_seqlens is None else None  # to read the lengths of documents waits for the device
         warn_of_losses(call.pattern, longest, call.num_heads or k.shape[2], call.is_causal)
-    return result
+    if sinks is None:
+        return result
+    out, lse = result
+    assert lse is not None
+    _, total = normalised(torch.stack(torch.broadcast_tensors(lse, sinks.to(lse.dtype)[:, None])), dim=0)
+    share = sink_scale(sinks.to(lse.dtype), lse.transpose(1, 2))  # (B, N, H)
+    return (out * share[..., None]).to(out.dtype), total[0] if wants_lse else None

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from flexdilated.core.checks import check_exchange
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.hub.swap import check_unhooked, find_modules, put_modules
 from flexdilated.hub.timm import TimmAttention, attention_classes
@@ -78,8 +79,7 @@ def convert(
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-    if mesh is None and exchange != "auto":  # timm's layers would not see it
-        raise ValueError(f"exchange must be 'auto' without mesh, got {exchange!r}")
+    check_exchange(exchange, mesh)  # timm's layers would not see it
     if isinstance(skip, str):
         raise TypeError(f"skip must be a collection of paths, got the string {skip!r}")
     _refuse_wrapped(model)

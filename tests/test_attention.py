@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends.dense import sdpa
+from flexdilated.draw.pattern import multiplicity
 from tests.cases import Case, assert_twice_plain, calls, differentiate, poisoned_memory, run_backend, run_reference
 from tests.tolerances import EXACT, HALF_LSE, SINGLE
 
@@ -220,3 +221,37 @@ def test_autocast_changes_the_dtype_of_the_inputs_and_nothing_else(
         assert a.dtype == e.dtype
     for a, e in zip(actual[2:], expected[2:]):
         assert torch.equal(a, e.float())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "num_tokens"),
+    [
+        (THREE, 131),
+        (DilatedPattern((101,), (3,)), 131),
+        (DilatedPattern((101,), (3,), window=7), 307),
+        (DilatedPattern(window=150), 997),
+        (DilatedPattern(window=2203), 6607),
+    ],
+    ids=["three", "one", "far", "window", "long window"],
+)
+def test_nan_in_a_value_reaches_the_queries_that_the_numerics_page_names(
+    pattern: DilatedPattern, num_tokens: int, is_causal: bool
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, num_tokens, 4, 8)
+    token, distance, window = 61, torch.arange(num_tokens) - 61, pattern.window or 0
+    v[0, token] = torch.nan
+    in_segment = torch.zeros(4, num_tokens, dtype=torch.bool)
+    if pattern.segment_lengths:
+        in_segment = torch.from_numpy(multiplicity(replace(pattern, window=None), num_tokens, 4))[:, :, token] > 0
+    sees = (in_segment | (distance.abs() < window)) & (distance >= (0 if is_causal else -num_tokens))
+    is_near = distance.abs() < (window + max(window, 64) if window else 0)
+    all_options: tuple[dict[str, Any], ...] = ({}, {"score_mod": lambda s, b, h, i, j: s}, {"backend": "reference"})
+    for options in all_options if num_tokens < 1000 else all_options[:1]:  # the others keep all scores
+        broken = dilated_attention(q, k, v, pattern, is_causal=is_causal, **options).isnan().any(-1)[0].T  # (H, N)
+        assert not (sees & ~broken).any()
+        if options.get("backend") == "reference":
+            assert broken[sees.any(1)].all()
+        else:
+            assert torch.equal(broken & ~is_near, in_segment & ~is_near)

@@ -166,7 +166,7 @@ def read(model: Any, x: Tensor) -> Tensor:
 
 # Per module: how it is built, and how it is called with embeddings `(2, N, WIDTH)`.
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
-    "longnet": (lambda: LongNet(WIDTH, HEADS, 1, 1, FFN, (5, 13), (1, 3)), lambda f, x: f(x, x * 0.5)),
+    "longnet": (lambda: LongNet(WIDTH, HEADS, 1, 1, FFN, DilatedPattern((5, 13), (1, 3))), lambda f, x: f(x, x * 0.5)),
     "rotary": (lambda: language_model("rotary"), read),
     "xpos": (lambda: language_model("xpos"), read),
 }

@@ -225,7 +225,7 @@ WHERE: dict[str, Callable[[DilatedPattern], object]] = {
     "dilated_mask_mod": lambda pattern: dilated_mask_mod(pattern, 4, seq_len=17, is_causal=True, num_kv_heads=2),
     "dilated_score_mod": lambda pattern: dilated_score_mod(pattern, 4, seq_len=17, is_causal=True, num_kv_heads=2),
     "LongNetLM": lambda pattern: LongNetLM(LongNetConfig(vocab_size=7, embed_dim=8, num_layers=1, num_heads=2, pattern=pattern)),
-    "LongNet": lambda pattern: LongNet(8, 2, 1, 1, 5, pattern.segment_lengths, pattern.dilation_rates),
+    "LongNet": lambda pattern: LongNet(8, 2, 1, 1, 5, pattern),
 }
 
 

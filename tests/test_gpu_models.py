@@ -86,7 +86,7 @@ def test_language_model_learns_what_it_learns_on_a_cpu(backend: str, packed: boo
 
 @pytest.mark.parametrize("cross_attention", ["dilated", "dense"])
 def test_encoder_and_decoder_learn_what_they_learn_on_a_cpu(cross_attention: Any) -> None:
-    model = LongNet(64, 4, 1, 1, 96, (32, 128), (1, 4), cross_attention=cross_attention)
+    model = LongNet(64, 4, 1, 1, 96, DilatedPattern((32, 128), (1, 4)), cross_attention=cross_attention)
     src, tgt, weights = (torch.randn(2, TOKENS, 64, dtype=torch.float64) for _ in range(3))
     ignored = torch.rand(2, TOKENS) < 0.3
 

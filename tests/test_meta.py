@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexdilated import (
     DilatedKVCache,
@@ -103,6 +104,29 @@ def test_a_cache_says_its_shapes(kind: str) -> None:
             assert model(tokens, caches=caches, lengths=lengths).shape == (2, num_tokens, VOCAB)
         caches[0].reorder(torch.zeros(2, dtype=torch.int64))
         assert caches[0].lengths.shape == (2,)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("borders", [(), (0, 11, 37)], ids=["one document", "documents"])
+@pytest.mark.parametrize("pattern", [PATTERN, DilatedPattern((13,), (3,), window=5), DilatedPattern(window=5)], ids=str)
+def test_make_fx_traces_sizes_that_are_numbers(pattern: DilatedPattern, borders: tuple[int, ...], is_causal: bool) -> None:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor) -> Tensor:
+        return dilated_attention(q, k, v, pattern, is_causal=is_causal, cu_seqlens=cu_seqlens[0] if cu_seqlens else None)
+
+    def with_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+        out = forward(*inputs)
+        return out, *torch.autograd.grad(out.sin().sum(), inputs[:3])
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 37, heads, 7, requires_grad=True) for heads in (6, 3, 3)] + [torch.tensor(borders)] * bool(borders)
+    for function in (forward, with_gradients):
+        for mode in ("real", "fake"):
+            torch.testing.assert_close(make_fx(function, tracing_mode=mode)(*inputs)(*inputs), function(*inputs))
+        with pytest.raises(
+            NotImplementedError,
+            match=r"^q and k must have sizes that are numbers outside .*, got \(.*; use torch.export,",
+        ):
+            make_fx(function, tracing_mode="symbolic")(*inputs)
 
 
 @pytest.mark.parametrize("name", CALLS)

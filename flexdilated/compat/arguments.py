@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from flexdilated.core.pattern import DilatedPattern
+
+Lengths = Sequence[int] | DilatedPattern  # in place of `segment_lengths`, with `dilation_rates=()`: a whole pattern, as it is
 T = TypeVar("T", bound=Callable[..., Any])
 
 
@@ -29,6 +32,19 @@ ARGUMENTS: dict[str, str] = {
     "ring_size": "each process computes the whole output; to share a sequence, use flexdilated.DilatedAttention(mesh=...)",
     "hilbert_chunk_size": "one curve covers the whole grid",
 }
+
+
+def pattern_of(segment_lengths: Lengths, dilation_rates: Sequence[int]) -> DilatedPattern:
+    """The grouped pattern of these lengths and rates, or the pattern that is in place of the lengths.
+
+    Raises:
+        ValueError: If rates come with a pattern.
+    """
+    if not isinstance(segment_lengths, DilatedPattern):
+        return DilatedPattern.grouped(segment_lengths, dilation_rates)
+    if len(dilation_rates) > 0:
+        raise ValueError(f"dilation_rates must be () with a pattern as segment_lengths, got {dilation_rates}")
+    return segment_lengths
 
 
 def ignores(*keywords: str, last: str | None = None) -> Callable[[T], T]:

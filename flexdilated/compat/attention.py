@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from flexdilated.compat.arguments import ignores
-from flexdilated.core.pattern import DilatedPattern
+from flexdilated.compat.arguments import Lengths, ignores, pattern_of
 from flexdilated.nn.attention import DilatedAttention as Attention
 from flexdilated.ordering import check_grid, grid_order, reorder, restore
 
@@ -20,14 +19,14 @@ class _Attention(nn.Module):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
+        segment_lengths: Lengths,
         dilation_rates: Sequence[int],
         dropout: float = 0.0,
         *,
         softmax_scale: float | None = None,
     ) -> None:
         super().__init__()
-        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
+        pattern = pattern_of(segment_lengths, dilation_rates)
         self.attention = Attention(pattern, scale=softmax_scale, dropout_p=dropout)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
@@ -45,7 +44,7 @@ class DilatedAttention(_Attention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
+        segment_lengths: Lengths,
         dilation_rates: Sequence[int],
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
@@ -61,7 +60,7 @@ class ImprovedDilatedAttention(_Attention):
     torch.Size([2, 64, 4, 8])
     """
 
-    def __init__(self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0) -> None:
+    def __init__(self, segment_lengths: Lengths, dilation_rates: Sequence[int], dropout: float = 0.0) -> None:
         super().__init__(segment_lengths, dilation_rates, dropout)
 
 
@@ -94,7 +93,7 @@ class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
+        segment_lengths: Lengths,
         dilation_rates: Sequence[int],
         dropout: float = 0.0,
         *,

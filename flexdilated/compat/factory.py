@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flexdilated.compat.absent import MASK_MOD, MESH
-from flexdilated.compat.arguments import ignores
+from flexdilated.compat.arguments import Lengths, ignores
 from flexdilated.compat.attention import ImprovedDilatedAttention, RingDilatedAttention
 from flexdilated.compat.multihead import ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention
 
@@ -24,7 +24,7 @@ IGNORED = ("use_tf32", "block_size", "enable_memory_pool", "use_checkpointing", 
 @ignores(*IGNORED, "device", "dtype")
 def create_dilated_attention(
     attention_type: str = "auto",
-    segment_lengths: Sequence[int] | None = None,
+    segment_lengths: Lengths | None = None,
     dilation_rates: Sequence[int] | None = None,
     *,
     dropout: float = 0.0,
@@ -52,7 +52,7 @@ def create_multihead_dilated_attention(
     attention_type: str = "auto",
     embed_dim: int = 768,
     num_heads: int = 12,
-    segment_lengths: Sequence[int] | None = None,
+    segment_lengths: Lengths | None = None,
     dilation_rates: Sequence[int] | None = None,
     *,
     dropout: float = 0.0,

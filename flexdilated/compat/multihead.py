@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexdilated.compat.arguments import ignores
-from flexdilated.core.pattern import DilatedPattern
+from flexdilated.compat.arguments import Lengths, ignores, pattern_of
 from flexdilated.nn import attention
 
 IGNORED_BY_RING = ("ring_size", "use_flash_attention", "enable_memory_pool", "use_pattern_cache")
@@ -23,7 +22,7 @@ class _Multihead(attention.MultiheadDilatedAttention):
         embed_dim: int,
         num_heads: int,
         dilation_rates: Sequence[int],
-        segment_lengths: Sequence[int],
+        segment_lengths: Lengths,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
@@ -32,7 +31,7 @@ class _Multihead(attention.MultiheadDilatedAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
+        pattern = pattern_of(segment_lengths, dilation_rates)
         norm: dict[str, Any] = {"layer_norm": layer_norm, "layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init}
         super().__init__(embed_dim, num_heads, pattern, dropout_p=dropout, bias=bias, device=device, dtype=dtype, **norm)
         self.register_load_state_dict_pre_hook(_rename_weights)
@@ -76,7 +75,7 @@ class RingMultiheadDilatedAttention(_Multihead):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Sequence[int],
+        segment_lengths: Lengths,
         dilation_rates: Sequence[int],
         dropout: float = 0.0,
         bias: bool = True,
@@ -107,7 +106,7 @@ class RingMultiheadDilatedAttentionHybrid(_Multihead):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Sequence[int],
+        segment_lengths: Lengths,
         dilation_rates: Sequence[int],
         dropout: float = 0.0,
         bias: bool = True,

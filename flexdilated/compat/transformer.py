@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexdilated.compat.arguments import Lengths
 from flexdilated.compat.multihead import MultiheadDilatedAttention
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn.initial_weights import set_initial_weights
@@ -38,7 +39,7 @@ class _Layer(nn.Module):
         self,
         d_model: int,
         nhead: int,
-        segment_lengths: Sequence[int],
+        segment_lengths: Lengths,
         dilation_rates: Sequence[int],
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
@@ -128,7 +129,7 @@ class LongNet(nn.Module):
         num_encoder_layers: int = 12,
         num_decoder_layers: int = 12,
         dim_feedforward: int = 3072,
-        segment_lengths: Sequence[int] = LONGNET.segment_lengths,
+        segment_lengths: Lengths = LONGNET.segment_lengths,
         dilation_rates: Sequence[int] = LONGNET.dilation_rates,
         dropout: float = 0.0,
         activation: Activation = F.relu,

@@ -32,22 +32,26 @@ LAYOUT = "; the layout is (B, N, H, D): transpose dims 1 and 2 of tensors made f
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
-    """The tensors in the dtype that autocast gives them, and the call complete.
+    """The tensors in the dtype that autocast gives them, and the call complete, without its sinks, which `attend` counts later.
 
     Raises:
         ValueError: If a shape, length, probability or name is wrong, or the pattern has more groups of heads than k has heads.
         TypeError: If an argument has the wrong type or dtype.
+        NotImplementedError: If a size is a symbol outside of compiled and exported code.
     """
-    if call.exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
-    if call.mesh is None:
-        if call.shard_lengths is not None:
-            raise ValueError(f"shard_lengths must come with mesh, got {call.shard_lengths} and no mesh")
-        if call.exchange != "auto":
-            raise ValueError(f"exchange must come with mesh, got {call.exchange!r} and no mesh")
+    check_exchange(call.exchange, call.mesh)
+    if call.mesh is None and call.shard_lengths is not None:
+        raise ValueError(f"shard_lengths must come with mesh, got {call.shard_lengths} and no mesh")
     check_tensors(q, k, v, call)
+    if call.sinks is not None:
+        check_sinks(call.sinks, q)
     if not torch.compiler.is_compiling():  # operators over ranks ask again when they run
         refuse_shards_of_torch(0 if call.mesh is None else call.mesh.size())
+        if torch.SymInt in map(type, (*q.shape, *k.shape)):
+            raise NotImplementedError(
+                "q and k must have sizes that are numbers outside of torch.compile and torch.export, got "
+                f"{(*q.shape,)} and {(*k.shape,)}; use torch.export, or make_fx with tracing_mode='real' or 'fake'"
+            )
     if not isinstance(call.backend, str):
         raise TypeError(f"backend must be the name of a backend, got {call.backend!r}")
     num_heads = k.shape[2] if call.num_heads is None else call.num_heads
@@ -59,8 +63,25 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         refuse_dtypes(q, k, v)
     requires_grad = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
-    call = call.replaced(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, score_mod_requires_grad=requires_grad)
-    return q, k, v, call
+    completed = {
+        "scale": scale,
+        "dropout_p": float(call.dropout_p),
+        "num_heads": num_heads,
+        "score_mod_requires_grad": requires_grad,
+    }
+    return q, k, v, call.replaced(**completed, sinks=None)
+
+
+def check_exchange(exchange: str, mesh: object) -> None:
+    """Raise for an exchange that is unknown, or named without a mesh.
+
+    Raises:
+        ValueError: In both cases.
+    """
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
+    if mesh is None and exchange != "auto":
+        raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
 
 
 _check_heads = lru_cache(maxsize=1024)(DilatedPattern.check_heads)

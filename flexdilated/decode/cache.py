@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexdilated.attention import attend
 from flexdilated.core.call import Call
-from flexdilated.core.checks import check_losses, check_scale
+from flexdilated.core.checks import check_exchange, check_losses, check_scale
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
@@ -98,8 +98,7 @@ class DilatedKVCache:
         self.batch_size, self.num_kv_heads, self.head_dim, self.dtype = batch_size, num_kv_heads, head_dim, dtype
         self.records_past = False  # whether `crop` can go back to before the calls that follow, whatever they overwrite
         self._past, self._is_empty, self._most_seen = list[Past](), True, 0.0
-        if mesh is None and exchange != "auto":
-            raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
+        check_exchange(exchange, mesh)
         self._ranks = None if mesh is None else self._ranks_of(mesh, exchange)
         rank, num_ranks = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
         with torch.inference_mode(False):  # a tensor allocated in that mode cannot be written to outside of it

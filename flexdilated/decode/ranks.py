@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import attend
-from flexdilated.core.call import EXCHANGES, Call
+from flexdilated.core.call import Call
 from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
 from flexdilated.core.tracing import holds_values
 from flexdilated.decode.store import Store
@@ -37,13 +37,11 @@ class Ranks:
 
     Raises:
         TypeError: If it is no `DeviceMesh`.
-        ValueError: If it has other than one dim or lacks this rank, or the exchange is unknown.
+        ValueError: If it has other than one dim or lacks this rank.
     """
 
     def __init__(self, mesh: DeviceMesh, exchange: str, described: Mapping[str, object]) -> None:
         self.group_name, self.rank, self.size = group_of(mesh)
-        if exchange not in EXCHANGES:
-            raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
         self.mesh, self.exchange = mesh, exchange
         self._described = json.dumps({"call": "DilatedKVCache.attend", **described})
 

@@ -43,7 +43,7 @@ def attend_sharded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
     Raises:
         ValueError: If the ranks disagree, or the borders of documents do not tile the tokens.
     """
-    mesh = call.mesh
+    mesh, has_sinks = call.mesh, call.sinks is not None
     assert mesh is not None
     group_name, rank, num_ranks = group_of(mesh)
     if num_ranks > 1 and torch.compiler.is_compiling():
@@ -92,6 +92,7 @@ def attend_sharded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
         exchange=call.exchange,
         differentiable=sends_gradients if by_autograd else request.differentiable,
         keeps=by_autograd or keeps,
+        has_sinks=has_sinks,
         made_by=made_by,
     )
     if by_autograd:

@@ -3,7 +3,7 @@
 Nothing of torchtitan is changed: a run names `dilated_flex` or `dilated_varlen` in `--override.imports`, with the pattern.
 
     torchrun ... -m torchtitan.train ... --parallelism.context_parallel_load_balancer None --override.imports \\
-        'flexdilated.hub.torchtitan.dilated_flex={"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}'
+        'flexdilated.hub.torchtitan.dilated_flex={"pattern": {"segment_lengths": [8192], "dilation_rates": [4], "window": 256}}'
 
 Source: torchtitan 0.3.0, config/override.py, models/common/attention.py, protocols/module.py.
 """
@@ -11,7 +11,7 @@ Source: torchtitan 0.3.0, config/override.py, models/common/attention.py, protoc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 from flexdilated.attention import attend  # noqa: E402
 from flexdilated.backends import BACKENDS  # noqa: E402
 from flexdilated.core.call import EXCHANGES, Call, ScoreMod  # noqa: E402
-from flexdilated.core.pattern import DilatedPattern, Heads, Offsets  # noqa: E402
+from flexdilated.core.pattern import DilatedPattern  # noqa: E402
 
 __all__ = ["DilatedInnerAttention", "DilatedVarlenAttention", "dilated_flex", "dilated_varlen"]
 
@@ -183,10 +183,7 @@ class DilatedVarlenAttention(DilatedInnerAttention):
 def dilated_flex(
     config: FlexAttention.Config,
     *,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    heads: Heads = "all",
-    offsets: Offsets = "blocked",
+    pattern: DilatedPattern | Mapping[str, Any],
     backend: str = "auto",
     exchange: str = "auto",
 ) -> DilatedInnerAttention.Config:
@@ -194,17 +191,15 @@ def dilated_flex(
 
     Args:
         config: torchtitan's config of the attention.
-        segment_lengths: Of the pattern, as all that follow: see `DilatedPattern`.
-        dilation_rates: Of the pattern.
-        heads: `"all"` or `"grouped"`.
-        offsets: `"blocked"` or `"interleaved"`.
+        pattern: Which positions attend to which, or its `to_dict()`, which torchtitan can write as JSON.
         backend: `"auto"` or the name of a backend.
         exchange: How rows travel on the `cp` axis, as in `flexdilated.dilated_attention`.
 
     Raises:
         ValueError: If there is no such pattern, or a backend or exchange is unknown.
+        TypeError: If the pattern is neither a pattern nor a mapping.
     """
-    fields = _fields(segment_lengths, dilation_rates, heads, offsets=offsets, backend=backend, exchange=exchange, old=config)
+    fields = _fields(pattern, backend, exchange, old=config)
     return DilatedInnerAttention.Config(**fields, block_size=config.block_size)
 
 
@@ -212,10 +207,7 @@ def dilated_flex(
 def dilated_varlen(
     config: VarlenAttention.Config,
     *,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    heads: Heads = "all",
-    offsets: Offsets = "blocked",
+    pattern: DilatedPattern | Mapping[str, Any],
     backend: str = "auto",
 ) -> DilatedVarlenAttention.Config:
     """Replace every `VarlenAttention`, which torchtitan runs without a `cp` axis only; layers may be compiled.
@@ -224,7 +216,7 @@ def dilated_varlen(
     """
     if tuple(config.window_size) != (-1, 0):
         raise ValueError(f"window_size must be (-1, 0) for a dilated pattern to say what is seen, got {config.window_size}")
-    fields = _fields(segment_lengths, dilation_rates, heads, offsets=offsets, backend=backend, exchange="auto", old=config)
+    fields = _fields(pattern, backend, "auto", old=config)
     return DilatedVarlenAttention.Config(**fields)
 
 
@@ -269,20 +261,12 @@ def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | 
     return starts
 
 
-def _fields(
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    heads: Heads,
-    offsets: Offsets,
-    backend: str,
-    exchange: str,
-    old: Any,
-) -> dict[str, Any]:
+def _fields(pattern: DilatedPattern | Mapping[str, Any], backend: str, exchange: str, old: Any) -> dict[str, Any]:
     """The fields of a config in place of torchtitan's own."""
     for name, value, choices in (("backend", backend, ("auto", *BACKENDS)), ("exchange", exchange, EXCHANGES)):
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads, offsets=offsets)
+    pattern = pattern if isinstance(pattern, DilatedPattern) else DilatedPattern.from_dict(pattern)
     inherited = {"param_init": old.param_init, "sharding_config": old.sharding_config}
     return {"pattern": pattern, "backend": backend, "exchange": exchange, **inherited}
 

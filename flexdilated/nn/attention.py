@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
-from flexdilated.core.call import EXCHANGES, MaskMod, ScoreMod
-from flexdilated.core.checks import check_dense, check_losses, check_options
+from flexdilated.core.call import MaskMod, ScoreMod
+from flexdilated.core.checks import check_dense, check_exchange, check_losses, check_options
 from flexdilated.core.hardware import dtype_name
 from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
@@ -60,12 +60,9 @@ class DilatedAttention(nn.Module):
         check_options(pattern, is_causal, scale, dropout_p, torch.float64)
         if backend not in ("auto", *BACKENDS):
             raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
-        if exchange not in EXCHANGES:
-            raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
+        check_exchange(exchange, mesh)
         if mesh is not None:
             group_of(mesh)
-        elif exchange != "auto":
-            raise ValueError(f"exchange must be 'auto' without mesh, got {exchange!r}")
         self.pattern, self.is_causal, self.scale, self.dropout_p, self.backend = pattern, is_causal, scale, dropout_p, backend
         self.mesh, self.exchange = canonical_mesh(mesh), exchange
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
+from flexdilated.core.checks import check_exchange
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed.mesh import canonical_mesh
 from flexdilated.distributed.sharding import local_shard_lengths
@@ -23,6 +24,7 @@ from flexdilated.nn.initial_weights import reset_modules, set_initial_projection
 from flexdilated.nn.padding import ignored_keys
 from flexdilated.nn.transformer import Block, FeedForward
 
+LONGNET = DilatedPattern.longnet()
 EVERYTHING = DilatedPattern((1 << 40,), (1,))  # one segment, however long: a sum of lengths would be another graph each time
 
 
@@ -40,6 +42,9 @@ class CrossAttention(nn.Module):
         gamma_init: Gain of the initial value and output projections.
         mesh: A 1-D `DeviceMesh` over which query and memory are sharded. Default: they are whole.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
+
+    Raises:
+        ValueError: If the exchange is unknown, or named without a mesh.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class CrossAttention(nn.Module):
         exchange: str = "auto",
     ) -> None:
         super().__init__()
+        check_exchange(exchange, mesh)
         self.num_heads, self.dropout_p, self.mesh, self.exchange = num_heads, dropout_p, canonical_mesh(mesh), exchange
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
         set_initial_projections(self, gamma_init)
@@ -181,7 +187,7 @@ class DecoderBlock(nn.Module):
 class LongNet(nn.Module):
     """Encoder and decoder over dilated attention, on embeddings that already carry positions.
 
-    >>> model = LongNet(32, 4, 1, 1, 64, segment_lengths=(8, 64), dilation_rates=(1, 2))
+    >>> model = LongNet(32, 4, 1, 1, 64, DilatedPattern((8, 64), (1, 2)))
     >>> model(torch.randn(2, 64, 32), torch.randn(2, 64, 32)).shape  # source, target
     torch.Size([2, 64, 32])
 
@@ -197,12 +203,10 @@ class LongNet(nn.Module):
         num_encoder_layers: Layers of the encoder, at least 1.
         num_decoder_layers: Layers of the decoder, at least 1.
         dim_feedforward: Elements inside the feed-forward networks.
-        segment_lengths: Of the pattern of every attention. Default: LongNet's, 2048..32768.
-        dilation_rates: Of the pattern. Default: LongNet's, 1, 2, 4, 6, 12.
+        pattern: Which positions attend to which, in every attention but dense cross-attention. Default: `DilatedPattern.longnet()`.
         dropout: Probability of dropping an element of a residual branch in training.
         attention_dropout: Probability of dropping an attention weight in training.
         layer_norm_eps: Epsilon of all LayerNorms.
-        heads: `"all"` (LongNet) or `"grouped"` (a group of heads per branch, as in the earlier packages).
         encoder_is_causal: Whether a source token sees only those before it.
         decoder_is_causal: Whether a target token sees only those before it.
         cross_is_causal: Whether a target token sees only the memory up to its own position; only in dilated cross-attention.
@@ -226,13 +230,11 @@ class LongNet(nn.Module):
         num_encoder_layers: int = 12,
         num_decoder_layers: int = 12,
         dim_feedforward: int = 3072,
-        segment_lengths: Sequence[int] = DilatedPattern.longnet().segment_lengths,
-        dilation_rates: Sequence[int] = DilatedPattern.longnet().dilation_rates,
+        pattern: DilatedPattern = LONGNET,
         dropout: float = 0.0,
         *,
         attention_dropout: float = 0.0,
         layer_norm_eps: float = 1e-5,
-        heads: Literal["all", "grouped"] = "all",
         encoder_is_causal: bool = False,
         decoder_is_causal: bool = True,
         cross_is_causal: bool = False,
@@ -249,7 +251,7 @@ class LongNet(nn.Module):
         if cross_attention == "dense" and cross_is_causal:
             raise ValueError("cross_is_causal must be False with cross_attention='dense', which has no positions, got True")
         self.d_model, self.cross_attention, self.mesh = d_model, cross_attention, canonical_mesh(mesh)
-        self.pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads)
+        self.pattern = pattern
         decoder_gamma = math.sqrt(math.log(3 * num_decoder_layers))
         encoder_gamma = decoder_gamma * math.sqrt(math.log(2 * num_encoder_layers) / 3)
 

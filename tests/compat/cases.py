@@ -69,11 +69,13 @@ def build(name: str, **options: object) -> nn.Module:
     return randomised(getattr(compat, name)(**{"segment_lengths": LENGTHS, "dilation_rates": RATES, **options}))
 
 
-def definition_of(layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+def definition_of(
+    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, pattern: DilatedPattern = GROUPED
+) -> Tensor:
     """A layer with projections written out over the dense definition, with or without its LayerNorm."""
     projected = ((query, layer.q_proj), (key, layer.k_proj), (value, layer.v_proj))
     q, k, v = (F.linear(x, p.weight, p.bias).unflatten(-1, (HEADS, HEAD_DIM)) for x, p in projected)
-    out = reference.dilated_attention(q, k, v, GROUPED, is_causal=is_causal)[0].flatten(2)
+    out = reference.dilated_attention(q, k, v, pattern, is_causal=is_causal)[0].flatten(2)
     norm = layer.inner_attn_ln
     if isinstance(norm, nn.LayerNorm):
         out = F.layer_norm(out, (EMBED,), norm.weight, norm.bias, norm.eps)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flexdilated import compat
+from flexdilated import DilatedPattern, compat, dilated_attention
 from tests.compat.cases import BATCH, EMBED, GROUPED, HEADS, LAYERS, LENGTHS, RATES, TOKENS, arguments, build, definition_of, inputs
 from tests.tolerances import EXACT
 
@@ -22,6 +22,23 @@ def test_layer_equals_its_formula_over_the_definition(name: str, is_causal: bool
     parameters = list(layer.parameters())
     for a, b in zip(torch.autograd.grad(actual.sum(), parameters), torch.autograd.grad(expected.sum(), parameters)):
         torch.testing.assert_close(a, b, **EXACT)
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention"])
+def test_a_whole_pattern_with_a_window_in_place_of_the_lengths(name: str) -> None:
+    pattern = DilatedPattern((TOKENS,), (2,), window=5, offsets="interleaved")
+    layer, given = build(name, segment_lengths=pattern, dilation_rates=()), inputs(name)
+    actual = layer(*given, is_causal=True)
+    if name in LAYERS:
+        actual, expected = actual[0], definition_of(layer, *given, True, pattern)
+    else:
+        expected = dilated_attention(*given, pattern, is_causal=True)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    leaves = list(layer.parameters()) or given
+    for a, b in zip(torch.autograd.grad(actual.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)):
+        torch.testing.assert_close(a, b, **EXACT)
+    with pytest.raises(ValueError, match=r"^dilation_rates must be \(\) with a pattern as segment_lengths, got \(2,\)$"):
+        build(name, segment_lengths=pattern, dilation_rates=(2,))
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if not name.endswith("Hybrid")])

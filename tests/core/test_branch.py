@@ -97,7 +97,7 @@ ENTRIES_OF_HEADS: dict[str, Entry] = {
     "config": lambda p, heads: config(p, 2 * heads, heads),
     "config of as many": lambda p, heads: config(p, heads, None),
     "encoder": lambda p, heads: LongNetEncoder(WIDTH, 1, heads, p),
-    "encoder-decoder": lambda p, heads: LongNet(WIDTH, heads, 1, 1, 11, LENGTHS, RATES, heads="grouped", device="meta"),
+    "encoder-decoder": lambda p, heads: LongNet(WIDTH, heads, 1, 1, 11, p, device="meta"),
     "earlier attention": lambda p, heads: compat.DilatedAttention(LENGTHS, RATES)(*tensors(heads, 1)),
     "earlier layer": lambda p, heads: compat.MultiheadDilatedAttention(WIDTH, heads, RATES, LENGTHS),
     "earlier LongNet": lambda p, heads: compat.LongNet(WIDTH, heads, 1, 1, 11, LENGTHS, RATES),

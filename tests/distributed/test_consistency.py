@@ -64,6 +64,7 @@ FIELDS: tuple[tuple[str, str, str, Callable[[Arguments], Arguments]], ...] = (
     ("exchange", "'auto'", "'ring'", lambda _: {"exchange": "ring"}),
     ("scale", f"{3**-0.5!r}", "3.25", lambda _: {"scale": 3.25}),
     ("dropout_p", "0.0", "0.5", lambda _: {"dropout_p": 0.5}),
+    ("sinks", "False", "True", lambda x: {"sinks": x["q"].new_zeros(x["q"].shape[2])}),
 )
 
 
@@ -303,11 +304,10 @@ def test_a_rank_that_ends_is_an_error_on_the_others(phase: str, tmp_path: Path) 
 @exactly(2)
 def test_a_call_too_many_is_named_where_ranks_compare(rank: int, mesh: DeviceMesh) -> None:
     mesh = own(mesh)
-    group = mesh.get_group()
     dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh)
     if rank == 0:
-        with one_call(group):
-            pass
+        with pytest.raises(ValueError, match=r"^sinks must have shape"):  # a call that raises counts too
+            dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, sinks=torch.zeros(99))
     for _ in range(2):  # still so when the error has been caught
         with pytest.raises(ValueError, match=r"^ranks must agree on the number of the call over this mesh, got \d+ on rank 0"):
             dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=0.3)

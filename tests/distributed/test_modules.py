@@ -129,8 +129,7 @@ def test_longnet_over_two_ranks_equals_one_process(rank: int, mesh: DeviceMesh) 
 
 def build_pair(mesh: DeviceMesh | None = None, **options: Any) -> LongNet:
     torch.manual_seed(2307)
-    sizes: dict[str, Any] = {"segment_lengths": (5, 15), "dilation_rates": (1, 3), "dtype": torch.float64}
-    return LongNet(12, 3, 1, 2, 19, **sizes, mesh=mesh, **options)
+    return LongNet(12, 3, 1, 2, 19, DilatedPattern((5, 15), (1, 3)), dtype=torch.float64, mesh=mesh, **options)
 
 
 def check_sides(

@@ -1,15 +1,27 @@
 """Bad input to sharded attention is one error on every rank."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated import DilatedPattern, dilated_attention
+from flexdilated import (
+    DilatedAttention,
+    DilatedKVCache,
+    DilatedPattern,
+    LongNet,
+    LongNetConfig,
+    LongNetLM,
+    MultiheadDilatedAttention,
+    convert,
+    dilated_attention,
+)
 from flexdilated.distributed.planner import cost_model
+from flexdilated.nn.seq2seq import CrossAttention
 from tests.distributed.cases import check_sound, grid, shards, simple
 from tests.distributed.processes import one_size
 
@@ -59,11 +71,31 @@ def test_bad_input_is_one_error_on_every_rank(rank: int, mesh: DeviceMesh) -> No
     check_sound(case, rank, mesh)
 
 
+PATTERN = DilatedPattern((3,), (1,))
+DOORS: dict[str, Callable[..., object]] = {
+    "function": lambda **o: dilated_attention(*[torch.ones(1, 7, 3, 5)] * 3, PATTERN, **o),
+    "attention": lambda **o: DilatedAttention(PATTERN, **o),
+    "layer": lambda **o: MultiheadDilatedAttention(6, 2, PATTERN, **o),
+    "cross-attention": lambda **o: CrossAttention(6, 2, **o),
+    "LongNet": lambda **o: LongNet(6, 2, 1, 1, 5, PATTERN, **o),
+    "LongNetLM": lambda **o: LongNetLM(LongNetConfig(vocab_size=5, embed_dim=8, num_layers=1, num_heads=2, pattern=PATTERN), **o),
+    "convert": lambda **o: convert(nn.Sequential(nn.MultiheadAttention(6, 2, batch_first=True)), PATTERN, **o),
+    "cache": lambda **o: DilatedKVCache(PATTERN, batch_size=1, num_kv_heads=2, head_dim=3, **o),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_names_the_exchange_that_it_refuses(door: str) -> None:
+    with pytest.raises(ValueError, match=r"^exchange must be one of \('auto', 'gather', 'ring', 'heads'\), got 'all'$"):
+        DOORS[door](exchange="all")
+    with pytest.raises(ValueError, match=r"^exchange must come with mesh, got 'ring' and no mesh$"):
+        DOORS[door](exchange="ring")
+    DOORS[door](exchange="auto")
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"exchange": "ring"}, "exchange must come with mesh, got 'ring' and no mesh"),
-        ({"exchange": "all"}, r"exchange must be one of \('auto', 'gather', 'ring', 'heads'\), got 'all'"),
         ({"shard_lengths": (5, 2)}, r"shard_lengths must come with mesh, got \(5, 2\) and no mesh"),
         ({"shard_lengths": 7}, "shard_lengths must come with mesh, got 7 and no mesh"),
     ],

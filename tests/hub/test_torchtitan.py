@@ -1,6 +1,7 @@
 """torchtitan with dilated attention in its debug model: `nox -s tests_torchtitan` installs the pair of versions."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from torchtitan.models.common.attention import VarlenAttention
 
 from flexdilated.hub.torchtitan import DilatedInnerAttention, dilated_varlen, document_starts
 from tests.hub import titan
-from tests.hub.titan import FLEX, TOKENS, VARLEN
+from tests.hub.titan import FLEX, PATTERN, TOKENS, VARLEN
 
 PACKED = ([512], [101, 199, 212])  # two rows; a border of documents on neither side of the ranks'
-PATTERN = DilatedPattern(tuple(titan.SEGMENTS), tuple(titan.RATES))
+FAR = DilatedPattern((300,), (4,), window=41, offsets="interleaved")
 
 
 class OneByOne(nn.Module):
@@ -56,18 +57,23 @@ def assert_same(actual: titan.Result, wanted: titan.Result) -> None:
 
 @pytest.mark.parametrize("override", [FLEX, VARLEN])
 @pytest.mark.parametrize("documents", [PACKED, ([512],)], ids=["packed", "one"])
-def test_one_process_equals_this_librarys_own_layer(override: str, documents: tuple[list[int], ...]) -> None:
-    assert_same(titan.run_alone(titan.model_of(override), *titan.batch(*documents)), expected(documents=documents))
+@pytest.mark.parametrize("pattern", [PATTERN, FAR], ids=["segments", "window"])
+def test_one_process_equals_this_librarys_own_layer(
+    override: str, documents: tuple[list[int], ...], pattern: DilatedPattern
+) -> None:
+    model = titan.model_of(override, pattern=pattern.to_dict())
+    assert_same(titan.run_alone(model, *titan.batch(*documents)), expected(pattern, documents))
 
 
 def test_a_runs_command_line_names_the_override() -> None:
-    options = 'flexdilated.hub.torchtitan.dilated_flex={"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}'
+    pattern = {"segment_lengths": [8192], "dilation_rates": [4], "window": 256}
+    options = f"flexdilated.hub.torchtitan.dilated_flex={json.dumps({'pattern': pattern})}"
     line = ["--module", "llama3", "--config", "llama3_debugmodel", "--parallelism.context_parallel_load_balancer", "None"]
     run = ConfigManager().parse_args([*line, "--override.imports", options])
     assert run.parallelism.context_parallel_load_balancer is None
     assert len(apply_overrides(run.override, run.model_spec.model)) == 6
     assert all(
-        layer.attention.inner_attention.pattern == DilatedPattern((2048, 8192), (1, 4)) for layer in run.model_spec.model.layers
+        layer.attention.inner_attention.pattern == DilatedPattern.from_dict(pattern) for layer in run.model_spec.model.layers
     )
 
 
@@ -75,7 +81,7 @@ def test_dense_pattern_equals_the_model_before() -> None:
     tokens, positions, _ = titan.batch(*PACKED)
     titan.titan_utils.set_spmd_backend("partial_dtensor")
     logits = []
-    for model in (titan.model_of(None), titan.model_of(FLEX, segment_lengths=[TOKENS], dilation_rates=[1])):
+    for model in (titan.model_of(None), titan.model_of(FLEX, pattern=DilatedPattern((TOKENS,), (1,)))):
         with titan.cpu_only(), torch.no_grad():
             logits.append(model(tokens, positions, model.get_attention_masks(positions)))
     torch.testing.assert_close(logits[1], logits[0], **SINGLE)
@@ -93,18 +99,20 @@ def compare_with_one_process(rank: int) -> None:
     """Tensor and context parallelism under both of torchtitan's backends that shard by config."""
     torch.set_num_threads(1)
     inputs, wanted = titan.batch(*PACKED), expected()
-    grouped = {"segment_lengths": [53, 300], "dilation_rates": [1, 2], "heads": "grouped", "offsets": "blocked"}
-    wanted_grouped = expected(DilatedPattern((53, 300), (1, 2), heads="grouped"))
+    grouped = DilatedPattern.grouped((53, 300), (1, 2))
+    wanted_grouped = expected(grouped)
     for backend in ("spmd_types", "full_dtensor"):
         tensor = ParallelismConfig(spmd_backend=backend, tensor_parallel_degree=2)
         assert_same(titan.run_sharded(tensor, FLEX, inputs), wanted)
         context = context_parallel(backend)
         assert_same(titan.run_sharded(context, FLEX, inputs), wanted)
-    assert_same(titan.run_sharded(tensor, FLEX, inputs, **grouped), wanted_grouped)
+    assert_same(titan.run_sharded(tensor, FLEX, inputs, pattern=grouped), wanted_grouped)
     assert_same(titan.run_sharded(tensor, VARLEN, inputs), wanted)
     partial = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
     assert_same(titan.run_sharded(partial, FLEX, inputs), wanted)
-    assert_same(titan.run_sharded(context_parallel("spmd_types"), FLEX, inputs, exchange="heads", **grouped), wanted_grouped)
+    assert_same(titan.run_sharded(context_parallel("spmd_types"), FLEX, inputs, exchange="heads", pattern=grouped), wanted_grouped)
+    for parallelism in (tensor, context_parallel("spmd_types")):
+        assert_same(titan.run_sharded(parallelism, FLEX, inputs, pattern=FAR), expected(FAR))
     refuse(rank)
 
 
@@ -130,11 +138,10 @@ def compare_both(rank: int) -> None:
     """Heads on one axis, tokens on the other; `heads="grouped"` tells ranks of either apart."""
     torch.set_num_threads(1)
     inputs = titan.batch(*PACKED)
-    grouped = {"segment_lengths": [53, 300], "dilation_rates": [1, 2], "heads": "grouped"}
+    grouped = DilatedPattern.grouped((53, 300), (1, 2))
     both = dataclasses.replace(context_parallel("spmd_types"), tensor_parallel_degree=2)
     assert_same(titan.run_sharded(both, FLEX, inputs), expected())
-    wanted = expected(DilatedPattern((53, 300), (1, 2), heads="grouped"))
-    assert_same(titan.run_sharded(both, FLEX, inputs, **grouped, exchange="heads"), wanted)
+    assert_same(titan.run_sharded(both, FLEX, inputs, pattern=grouped, exchange="heads"), expected(grouped))
 
 
 def test_four_processes_of_tensor_and_context_parallelism_equal_one(tmp_path: Path) -> None:
@@ -189,7 +196,9 @@ def test_inner_attention_refuses_what_it_cannot_carry() -> None:
 
 def test_overrides_refuse_what_is_no_pattern() -> None:
     with pytest.raises(ValueError, match=r"^window_size must be \(-1, 0\) for a dilated pattern to say what is seen, got \(7,"):
-        dilated_varlen(VarlenAttention.Config(window_size=(7, 0)), segment_lengths=[4], dilation_rates=[1])
+        dilated_varlen(VarlenAttention.Config(window_size=(7, 0)), pattern=PATTERN)
+    with pytest.raises(TypeError, match=r"^pattern must be a mapping, got 'causal'$"):
+        titan.model_of(FLEX, pattern="causal")
     with pytest.raises(ValueError, match=r"^exchange must be one of 'auto', 'gather', 'ring', 'heads', got 'all'$"):
         titan.model_of(FLEX, exchange="all")
     with pytest.raises(ValueError, match=r"^backend must be one of .*, got 'fast'$"):

@@ -22,8 +22,10 @@ from torchtitan.distributed.spmd_types import annotate_input_spmd_types, set_cur
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.llama3 import model_registry
 
+from flexdilated import DilatedPattern
+
 LAYERS, TOKENS, VOCAB = 2, 512, 2048
-SEGMENTS, RATES = [37, 300], [1, 4]  # two ranks' border cuts both
+PATTERN = DilatedPattern((37, 300), (1, 4))  # two ranks' border cuts both
 FLEX, VARLEN = "flexdilated.hub.torchtitan.dilated_flex", "flexdilated.hub.torchtitan.dilated_varlen"
 
 
@@ -55,7 +57,7 @@ def model_of(override: str | None, parallelism: ParallelismConfig | None = None,
     config.layers = config.layers[:LAYERS]
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism or ParallelismConfig()))
     if override is not None:
-        options = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, **options}
+        options = {"pattern": PATTERN.to_dict(), **options}
         assert len(apply_overrides(OverrideConfig(imports=[(override, options)]), config)) == LAYERS
     torch.manual_seed(7)
     model = config.build()

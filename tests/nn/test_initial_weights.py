@@ -48,10 +48,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "FeedForward": feed_forward,
     "Block": lambda: Block(attention(), feed_forward()),
     "DecoderBlock": lambda: DecoderBlock(attention(), CrossAttention(WIDTH, HEADS, gamma_init=GAMMA), feed_forward()),
-    "LongNet": lambda: LongNet(WIDTH, HEADS, 2, 3, 131, segment_lengths=(5, 13), dilation_rates=(1, 3)),
-    "LongNet dense": lambda: LongNet(
-        WIDTH, HEADS, 1, 1, 131, segment_lengths=(5, 13), dilation_rates=(1, 3), cross_attention="dense"
-    ),
+    "LongNet": lambda: LongNet(WIDTH, HEADS, 2, 3, 131, PATTERN),
+    "LongNet dense": lambda: LongNet(WIDTH, HEADS, 1, 1, 131, PATTERN, cross_attention="dense"),
     "LongNetLM": lambda: LongNetLM(LongNetConfig(**SIZES)),
     "LongNetLM untied": lambda: LongNetLM(LongNetConfig(**SIZES, tie_embeddings=False, position="rotary")),
     "Rotary": lambda: Rotary(46),

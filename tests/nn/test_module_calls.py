@@ -177,7 +177,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "language model": (language_model, lambda: (tokens(),)),
     "own head, rotary": (lambda: language_model(tie_embeddings=False, position="rotary"), lambda: (tokens(),)),
     "encoder and decoder": (
-        lambda: LongNet(EMBED, 3, 1, 2, 17, PATTERN.segment_lengths, PATTERN.dilation_rates),
+        lambda: LongNet(EMBED, 3, 1, 2, 17, PATTERN),
         lambda: (rows(), rows()),
     ),
     "torchscale's encoder": (lambda: LongNetEncoder(EMBED, 2, 3, PATTERN), lambda: (rows(),)),

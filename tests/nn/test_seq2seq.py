@@ -14,12 +14,12 @@ from tests.cases import randomised
 from tests.tolerances import EXACT
 
 BATCH, TOKENS, EMBED, HEADS, FFN = 2, 23, 15, 5, 31
-LENGTHS, RATES = (7, 13), (1, 3)
+PATTERN = DilatedPattern((7, 13), (1, 3))
 
 
 def model(encoder_layers: int = 2, decoder_layers: int = 3, **options: object) -> LongNet:
     """In evaluation mode, with biases and gains that differ from zeros and ones."""
-    options = {"segment_lengths": LENGTHS, "dilation_rates": RATES, "dtype": torch.float64, **options}
+    options = {"pattern": PATTERN, "dtype": torch.float64, **options}
     result = LongNet(EMBED, HEADS, encoder_layers, decoder_layers, FFN, **options)
     return randomised(result, 0.1).eval()
 
@@ -69,11 +69,19 @@ def formula(
     return norm(tgt, m.decoder_layer_norm, eps)
 
 
-@pytest.mark.parametrize(("causal", "heads"), [((False, True, False), "grouped"), ((True, False, True), "all")], ids=str)
-def test_longnet_equals_its_formula_over_the_reference(causal: tuple[bool, bool, bool], heads: str) -> None:
+@pytest.mark.parametrize(
+    ("causal", "pattern"),
+    [
+        ((False, True, False), DilatedPattern.grouped((7, 13), (1, 3))),
+        ((True, False, True), PATTERN),
+        ((False, True, True), DilatedPattern((19,), (3,), window=4, offsets="interleaved")),
+    ],
+    ids=str,
+)
+def test_longnet_equals_its_formula_over_the_reference(causal: tuple[bool, bool, bool], pattern: DilatedPattern) -> None:
     encoder, decoder, cross = causal
     eps = 0.2
-    module = model(heads=heads, layer_norm_eps=eps, encoder_is_causal=encoder, decoder_is_causal=decoder, cross_is_causal=cross)
+    module = model(layer_norm_eps=eps, pattern=pattern, encoder_is_causal=encoder, decoder_is_causal=decoder, cross_is_causal=cross)
     src, tgt = draw().requires_grad_(), draw().requires_grad_()
     masks = tuple(torch.arange(TOKENS) >= torch.tensor(ends)[:, None] for ends in ([19, TOKENS], [TOKENS, 17]))
     actual = module(src, tgt, src_key_padding_mask=masks[0], tgt_key_padding_mask=masks[1])
@@ -166,7 +174,7 @@ def test_gradients_of_dense_cross_attention_leave_ignored_keys_out() -> None:
 
 
 def test_longnet_by_default_reads_all_of_its_segment_and_writes_left_to_right() -> None:
-    module = model(1, 1, segment_lengths=(11,), dilation_rates=(1,))
+    module = model(1, 1, pattern=DilatedPattern((11,), (1,)))
     p = torch.arange(TOKENS)
     assert torch.equal(touched(module, "src", 13), (p >= 11) & (p < 22))
     assert torch.equal(touched(module, "tgt", 13), (p >= 13) & (p < 22))
@@ -184,7 +192,7 @@ def test_longnet_drops_in_training_only() -> None:
 @pytest.mark.parametrize("cross", ["dilated", "dense"])
 def test_longnet_initial_gains_are_those_of_magneto(cross: str) -> None:
     """16,384 samples or more: the standard error is below 0.6 %."""
-    module = LongNet(128, 4, 3, 5, 128, segment_lengths=LENGTHS, dilation_rates=RATES, cross_attention=cross)
+    module = LongNet(128, 4, 3, 5, 128, PATTERN, cross_attention=cross)
     decoder = math.sqrt(math.log(15))
     encoder = math.sqrt(math.log(15) * math.log(6) / 3)
     one = math.sqrt(2 / 256)
@@ -214,8 +222,6 @@ def test_longnet_rejects_wrong_shapes(shapes: tuple[tuple[int, ...], ...], match
     [
         ({"nhead": 7}, r"^num_heads must divide embed_dim=16, got 7$"),
         ({"attention_dropout": -0.5}, r"^dropout_p must be in \[0, 1\), got -0.5$"),
-        ({"segment_lengths": (8, 16, 32)}, r"^dilation_rates must hold one rate per segment length \(3\), got"),
-        ({"heads": "some"}, r"^heads must be one of \('all', 'grouped'\), got 'some'$"),
         ({"cross_attention": "sparse"}, r"^cross_attention must be 'dilated' or 'dense', got 'sparse'$"),
         (
             {"cross_attention": "dense", "cross_is_causal": True},
@@ -225,7 +231,7 @@ def test_longnet_rejects_wrong_shapes(shapes: tuple[tuple[int, ...], ...], match
 )
 def test_longnet_rejects_wrong_options_and_accepts_their_twins(options: dict[str, object], match: str) -> None:
     sizes = {"d_model": 16, "nhead": 4, "num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 1, "dropout": 0.9}
-    sizes |= {"segment_lengths": LENGTHS, "dilation_rates": RATES}
+    sizes |= {"pattern": PATTERN}
     LongNet(**sizes)
     with pytest.raises(ValueError, match=match):
         LongNet(**{**sizes, **options})

@@ -32,6 +32,7 @@ class RankContext(NamedTuple):
     exchange: str  # as asked
     differentiable: bool
     keeps: bool  # whether the forward keeps the rows of other ranks for the backward
+    has_sinks: bool  # whose scores are not compared
     made_by: str  # as `version_and_speeds`
 
     def plan(self, inputs: Inputs, op_options: OpOptions) -> ContextPlan:
@@ -68,6 +69,7 @@ class RankContext(NamedTuple):
             "head_dim": q.shape[3],
             **{name: value for name, value in op_options._asdict().items() if name not in PLANNED},
             "key_padding_mask": inputs.key_padding_mask is not None,
+            "sinks": self.has_sinks,
             "exchange": self.exchange,
             "differentiable": self.differentiable,
             "measurements of `flexdilated tune` (one file for all ranks, or FLEXDILATED_CACHE=off)": digest_of(q.device),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from flexdilated.core.call import EXCHANGES
+from flexdilated.core.checks import check_exchange
 from flexdilated.distributed.consistency import MOST_ITEMS, Fields, compare, one_call
 from flexdilated.distributed.mesh import group_of
 from flexdilated.distributed.sharding import local_shard_lengths
@@ -101,8 +101,7 @@ def shard_context(model: PreTrainedModel, mesh: DeviceMesh, *, exchange: str = "
         NotImplementedError: If shards of the model's class were not compared with the whole, it has another attention, or its
             rotary positions depend on the longest one.
     """
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
+    check_exchange(exchange, mesh)
     group_of(mesh)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")
