@@ -139,14 +139,9 @@ def dense_attention(
 ) -> Tensor:
     """Plain PyTorch in the dtype of q: one softmax of `score + log m`, m branches joining a pair. No empty rows."""
     num_tokens, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
-    p = torch.arange(num_tokens)
-    joined = torch.zeros(kv_heads, num_tokens, num_tokens)
-    for i, (w, r) in enumerate(pattern.segments("dense attention")):
-        for h in pattern.head_range(i, kv_heads):
-            kept = p % w % r == pattern.offset(i, h, kv_heads)
-            joined[h] += kept[:, None] & kept & (p[:, None] // w == p // w)
-    if is_causal:
-        joined = joined.tril()
+    branches = range(len(pattern.branches))
+    rows = (reference.joined_rows(pattern, i, num_tokens, kv_heads, is_causal=is_causal)[1] for i in branches)
+    joined = torch.stack([x[:, :num_tokens, :num_tokens] for x in rows]).sum(0)
     bias = joined.log().to(q).repeat_interleave(heads // kv_heads, dim=0)
     k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale) + bias
@@ -199,6 +194,9 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
 
     A job that fails is tried again in a process of its own: a CUDA error of one job fails all later ones of its process. `done` is
     called after each job, from any thread.
+
+    Raises:
+        Exception: If a job cannot compute what it compares a candidate with.
     """
     if processes == 0:
         found = []
@@ -207,23 +205,25 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
             done()
         return found
 
-    def verdicts(some: Sequence[Job], workers: int) -> list[Verdicts]:
+    def outcomes(some: Sequence[Job], workers: int) -> list[Verdicts | BaseException]:
         ignore = (signal.SIGINT, signal.SIG_IGN)  # only this process acts on Ctrl-C
         pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=signal.signal, initargs=ignore)
         with pool, _children_end_with_interrupts():
             futures = [pool.submit(examine, job, device) for job in some]
             for future in futures:
                 future.add_done_callback(lambda future: done())
-            try:
-                return [future.result() for future in futures]
-            except BrokenProcessPool:
-                return [dict.fromkeys(("forward", "backward"), ENDED) for _ in some]
+            return [future.exception() or future.result() for future in futures]
 
-    found = verdicts(jobs, processes)
-    again = [i for i, each in enumerate(found) if any(text.startswith("failed") for text in each.values())]
+    results = outcomes(jobs, processes)
+    again = [i for i, each in enumerate(results) if isinstance(each, BaseException) or _failed(each)]
     with ThreadPoolExecutor(processes) as threads, _children_end_with_interrupts():
-        for i, (each,) in zip(again, threads.map(lambda i: verdicts([jobs[i]], 1), again)):
-            found[i] = each
+        for i, (each,) in zip(again, threads.map(lambda i: outcomes([jobs[i]], 1), again)):
+            results[i] = each
+    found = []
+    for each in results:
+        if isinstance(each, BaseException) and not isinstance(each, BrokenProcessPool):
+            raise each
+        found.append(dict.fromkeys(("forward", "backward"), ENDED) if isinstance(each, BaseException) else each)
     return found
 
 
@@ -240,9 +240,11 @@ def _children_end_with_interrupts() -> Iterator[None]:
 
 
 def examine(job: Job, device: str) -> Verdicts:
-    """The verdicts of one job, even if the definition itself fails."""
-    found: Verdicts = {}
+    """The verdicts of one job. What they are compared with is computed outside of `verdict`: its errors are raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # checked patterns need not be connected
-        text = verdict(lambda: found.update(job.examine(job.candidate, job.case, device)))
-    return found or dict.fromkeys(("forward", "backward"), text)
+        return job.examine(job.candidate, job.case, device)
+
+
+def _failed(verdicts: Verdicts) -> bool:
+    return any(text.startswith("failed") for text in verdicts.values())
