@@ -124,9 +124,7 @@ def _branch(
 
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     b, h = torch.arange(q.shape[0], device=q.device)[:, None, None, None], torch.arange(num_heads, device=q.device)[:, None, None]
-    position = start + torch.arange(len(source), device=q.device).clamp(
-        max=num_tokens - 1
-    )  # rows of zeros have none, and nobody sees them here
+    position = start + torch.arange(len(source), device=q.device).clamp(max=num_tokens - 1)  # no function sees rows of zeros
     if score_mod is not None:
         scores = score_mod(scores, b, h, position[:, None], position).to(scores.dtype).expand_as(scores)
     if mask_mod is not None:

@@ -83,7 +83,7 @@ class PatternWithComet(DilatedPattern):
 def test_a_pattern_that_the_definition_does_not_know_is_an_error_of_the_tool(processes: int) -> None:
     case = Case("comet", PatternWithComet((5,), (1,)))
     job = Job(partial(checks.against_definition, partial(make, run)), "sdpa", case)
-    with pytest.raises(NotImplementedError, match="^the definition must get branches .* kind Comet"):
+    with pytest.raises(NotImplementedError, match=r"^the definition must get branches .* kind Comet"):
         examined([job], "cpu", processes)
 
 
