@@ -29,7 +29,7 @@ def backend_call(name: str, case: Case, device: str) -> Runnable:
 def repeatable(name: str, case: Case, device: str, *, calls: int = 100) -> Verdicts:
     """All calls give the same bits."""
     run, around, dtype = backend_call(name, case, device)
-    tensors = [x.to(device) for x in case.tensors(dtype)[: 5 if case.lse_gradient else 4]]
+    tensors = case.tensors(dtype, device)
 
     def compare(call: Callable[[], Sequence[Tensor]]) -> None:
         with around():
@@ -48,10 +48,9 @@ def repeatable(name: str, case: Case, device: str, *, calls: int = 100) -> Verdi
 def merges(name: str, case: Case, device: str) -> Verdicts:
     """The kernels that merge and add what dense kernels return equal torch, in strided rows that one side or neither reaches."""
     kernels: Any = importlib.import_module("flexdilated.backends.triton.merging")
-    out, part, _, total, _ = replace(case, num_tokens=2 * case.num_tokens).tensors(
-        torch.bfloat16 if device == "cuda" else torch.float16
-    )
-    out, part, total = (x[:, ::2].transpose(1, 2).to(device) for x in (out, part, total))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    tensors = replace(case, num_tokens=2 * case.num_tokens).tensors(dtype, device)
+    out, part, total = (x[:, ::2].transpose(1, 2) for x in (tensors[0], tensors[1], tensors[3]))
     lse, part_lse = (x.float().sum(-1).to(device) for x in (out, part))
     for x, y, rows in ((out, lse, slice(0, 20)), (part, part_lse, slice(10, 30))):
         x[:, 0, rows], y[:, 0, rows] = 0.0, -math.inf

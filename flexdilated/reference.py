@@ -110,24 +110,13 @@ def _branch(
 ) -> tuple[Tensor, Tensor]:
     """One branch over one document, which begins at token `start`: `out` `(B, N, H, D)`, `lse` `(B, H, N)`."""
     num_tokens, num_heads = q.shape[1], q.shape[2]
-    segments, window = pattern.split("the definition")
-    source, segment = _rows(pattern, segments[branch], num_tokens) if branch < len(segments) else (list(range(num_tokens)), 0)
+    source, joined = joined_rows(pattern, branch, num_tokens, num_heads // group, is_causal=is_causal)
+    joined = joined.to(q.device).repeat_interleave(group, dim=0)
     rows = torch.tensor(source, device=q.device)
     real = rows >= 0
     q, k, v = (torch.where(real[:, None, None], x[:, rows.clamp(min=0)], 0.0) for x in (q, k, v))
     ignored = ignored[:, rows.clamp(min=0)] & real
 
-    p = torch.arange(len(source), device=q.device)
-    joined = torch.zeros(num_heads, len(source), len(source), dtype=torch.bool, device=q.device)
-    for kv_head in pattern.head_range(branch, num_heads // group):
-        if window is not None and branch == len(segments):
-            joined[kv_head * group : (kv_head + 1) * group] = (p[:, None] - p).abs() < window.size
-            continue
-        kept = (p % segment) % segments[branch].dilation_rate == pattern.offset(branch, kv_head, num_heads // group)
-        same_segment = p[:, None] // segment == p[None, :] // segment
-        joined[kv_head * group : (kv_head + 1) * group] = kept[:, None] & kept[None, :] & same_segment
-    if is_causal:
-        joined &= p[None, :] <= p[:, None]
     visible = joined[None] & ~ignored[:, None, None, :]  # (B, H, N, N)
     modified = score_mod is not None or mask_mod is not None
     if modified and source != list(range(num_tokens)) and not _holds_tokens_alone(source, joined, num_tokens):
@@ -135,7 +124,7 @@ def _branch(
 
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     b, h = torch.arange(q.shape[0], device=q.device)[:, None, None, None], torch.arange(num_heads, device=q.device)[:, None, None]
-    position = start + p.clamp(max=num_tokens - 1)  # rows of zeros have none, and nobody sees them here
+    position = start + torch.arange(len(source), device=q.device).clamp(max=num_tokens - 1)  # no function sees rows of zeros
     if score_mod is not None:
         scores = score_mod(scores, b, h, position[:, None], position).to(scores.dtype).expand_as(scores)
     if mask_mod is not None:
@@ -150,6 +139,24 @@ def _branch(
     weights = torch.softmax(scores, dim=-1) * reached
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
     return out[:, :num_tokens], lse[:, :, :num_tokens]
+
+
+def joined_rows(
+    pattern: DilatedPattern, branch: int, num_tokens: int, kv_heads: int, *, is_causal: bool
+) -> tuple[list[int], Tensor]:
+    """The token at each row of a branch, -1 for a row of zeros, and which query rows see which key rows, `(Hkv, rows, rows)`."""
+    segments, window = pattern.split("the definition")
+    source, segment = _rows(pattern, segments[branch], num_tokens) if branch < len(segments) else (list(range(num_tokens)), 0)
+    p = torch.arange(len(source))
+    joined = torch.zeros(kv_heads, len(source), len(source), dtype=torch.bool)
+    for head in pattern.head_range(branch, kv_heads):
+        if window is not None and branch == len(segments):
+            joined[head] = (p[:, None] - p).abs() < window.size
+            continue
+        kept = (p % segment) % segments[branch].dilation_rate == pattern.offset(branch, head, kv_heads)
+        same_segment = p[:, None] // segment == p[None, :] // segment
+        joined[head] = kept[:, None] & kept[None, :] & same_segment
+    return source, joined & (p[None, :] <= p[:, None]) if is_causal else joined
 
 
 def _holds_tokens_alone(source: list[int], joined: Tensor, num_tokens: int) -> bool:

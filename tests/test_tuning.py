@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from flexdilated import DilatedPattern, backends
 from flexdilated.backends import DispatchKey, crossovers, tuned
 from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.cli import doctor
+from flexdilated.core import dispatch_key
 from flexdilated.core.hardware import Hardware
 from flexdilated.core.tracing import is_symbolic
 from flexdilated.tuning import run as tuning_run
@@ -141,6 +143,81 @@ def test_a_damaged_or_foreign_file_is_ignored_with_one_warning(name: str, cache:
     (warning,) = caught
     assert str(warning.message).startswith(f"{path} is ignored (")
     assert ("with another driver)" in str(warning.message)) == (name == "another machine")
+
+
+VALUES = (math.inf, math.nan, -1, 10**400, 1.5, "words", None, True, [[]], {"a": [1]})
+TAKEN: dict[tuple[Any, ...], tuple[Any, ...]] = {  # a place in the file: the values that fit there
+    (): (),
+    ("environment",): (),
+    ("date",): ("words",),
+    ("measured",): (),
+    ("measured", 0): (),
+    ("measured", 0, "dtype"): ("words",),
+    ("measured", 0, "head_dim"): (),
+    ("measured", 0, "tokens"): (),
+    ("measured", 0, "training"): (True,),
+    ("measured", 0, "triton_over_sdpa"): (None, 1.5, 10**400),
+    ("forms",): (),
+    ("forms", 0, "head_dim"): (),
+    ("forms", 0, "constants"): (),
+    ("forms", 0, "constants", 0): ("words",),
+    ("checks", 0, "candidate"): ("words",),
+    ("checks", 0, "found"): ("words",),
+}
+
+
+def call_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The messages of warnings in two calls with `backend="auto"`, on tensors without data of a pretended GPU."""
+    forget()
+    monkeypatch.setattr(dispatch_key, "detect", lambda device: HOPPER)
+    q, k, v = torch.randn(3, 1, 8, 1, 64, dtype=torch.bfloat16, device="meta")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            flexdilated.dilated_attention(q, k, v, DilatedPattern((8,), (1,)))
+    return tuple(str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("place", TAKEN, ids=lambda place: ".".join(map(str, place)))
+def test_a_value_of_the_wrong_kind_is_one_warning_in_a_call(
+    place: tuple[Any, ...], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(cache, forms=[{"dtype": "bfloat16", "head_dim": 64, "constants": ["SUMS"]}])
+    text = path.read_text()
+    for value in VALUES:
+        if value in TAKEN[place]:
+            continue
+        whole = {"": json.loads(text)}
+        part, key = whole, ""
+        for name in place:
+            part, key = part[key], name
+        part[key] = value
+        path.write_text(json.dumps(whole[""]))
+        (message,) = call_on_a_gpu(monkeypatch)
+        assert message.startswith(f"{path} is ignored (ValueError: "), (value, message)
+
+
+def test_a_file_that_cannot_be_read_is_one_warning_in_a_call(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, environment = write(cache), tuned.environment(NAME, LEVEL)
+    path.write_bytes(b"\xff" + path.read_bytes())
+    (message,) = call_on_a_gpu(monkeypatch)
+    assert message.startswith(f"{path} is ignored (UnicodeDecodeError: ")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+        patch.setattr(tuned, "environment", lambda *about: environment)
+        (message,) = call_on_a_gpu(patch)
+    assert message.startswith(f"{path} is ignored (PermissionError: ")
+    path.unlink()
+    path.mkdir()
+    (message,) = call_on_a_gpu(monkeypatch)
+    assert message.startswith(f"{path} is ignored (IsADirectoryError: ")
+
+
+def test_the_message_names_the_place_in_a_damaged_file(cache: Path) -> None:
+    path = write(cache)
+    path.write_text(path.read_text().replace('"head_dim": 64', '"head_dim": Infinity', 1))
+    with pytest.warns(UserWarning, match=r"file.measured\[0\].head_dim must be an integer from 1 to 2\*\*31 - 1, got inf\)"):
+        auto()
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "flash-attn-4", "driver", "kernels", "device"])

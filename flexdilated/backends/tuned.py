@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ from flexdilated.backends import crossovers
 from flexdilated.backends.crossovers import Crossover, device_class
 from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.hardware import cuda_level, detect, dtype_name
+from flexdilated.core.integers import is_integer
 from flexdilated.core.tracing import answers_while_traced
 
 VARIABLE = "FLEXDILATED_CACHE"  # a folder, or OFF
@@ -32,6 +34,22 @@ WRONG = ("wrong", "failed")  # first words of a check's result that exclude a fo
 ESTIMATE = "an estimated 2 to 4 minutes"
 
 Capability = tuple[int, int]
+
+# The shape of a kept file: an object by key, a list of one shape, or a requirement with its predicate.
+TEXT = ("a string", lambda x: isinstance(x, str))
+FLAG = ("true or false", lambda x: isinstance(x, bool))
+SIZE = ("an integer from 1 to 2**31 - 1", lambda x: is_integer(x) and 0 < x < 1 << 31)
+RATIO = ("null or a finite number of at least 0", lambda x: x is None or (type(x) in (int, float) and 0 <= x < math.inf))
+ABOUT = {"dtype": TEXT, "head_dim": SIZE}
+SHAPE = {
+    "environment": {},
+    "date": TEXT,
+    "measured": [
+        ABOUT | {"training": FLAG, "tokens": SIZE} | {f"{backend}_over_sdpa": RATIO for backend in crossovers.CHALLENGERS}
+    ],
+    "forms": [ABOUT | {"constants": [TEXT]}],
+    "checks": [{"candidate": TEXT, "form": TEXT, "dtype": TEXT, "found": TEXT}],
+}
 
 
 class Tuned(NamedTuple):
@@ -181,19 +199,35 @@ def parsed(path: Path, expected: dict[str, Any]) -> Tuned:
     """The content of a file, if it was measured in an environment; else a warning and nothing."""
     try:
         kept = json.loads(path.read_text())
+        _check_shape(kept, SHAPE, "file")
         differing = [name for name in expected if kept["environment"].get(name) != expected[name]]
         if differing:
             raise ValueError(f"it was measured with another {', '.join(differing)}")
-        measured = [{**e, "device": expected["level"], "head_dim": int(e["head_dim"])} for e in kept["measured"]]
-        forms = {(str(e["dtype"]), int(e["head_dim"])): frozenset(map(str, e["constants"])) for e in kept["forms"]}
+        measured = [{**e, "device": expected["level"]} for e in kept["measured"]]
+        forms = {(e["dtype"], e["head_dim"]): frozenset(e["constants"]) for e in kept["forms"]}
         points, forms_checked = crossovers.load(json.dumps({"measured": measured})), checked(kept["checks"])
         digest = _hash([points, sorted(forms_checked.items()), sorted((*key, *sorted(names)) for key, names in forms.items())])
-        return Tuned(path, str(kept["date"]), points, forms_checked, forms, digest)
+        return Tuned(path, kept["date"], points, forms_checked, forms, digest)
     except FileNotFoundError:
         return Tuned()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         warnings.warn(f"{path} is ignored ({type(error).__name__}: {error}); run `flexdilated tune` again", stacklevel=2)
         return Tuned(is_ignored=True)
+
+
+def _check_shape(value: Any, shape: Any, name: str) -> None:
+    """Compare a value of JSON with `SHAPE`, or with a part of it.
+
+    Raises:
+        ValueError: If a part is missing or of another kind.
+    """
+    requirement, fits = shape if isinstance(shape, tuple) else (f"a {type(shape).__name__}", lambda x: isinstance(x, type(shape)))
+    if not fits(value):
+        raise ValueError(f"{name} must be {requirement}, got {value!r:.40}")
+    for key, part in shape.items() if isinstance(shape, dict) else ():
+        _check_shape(value.get(key), part, f"{name}.{key}")
+    for i, each in enumerate(value) if isinstance(shape, list) else ():
+        _check_shape(each, shape[0], f"{name}[{i}]")
 
 
 def checked(checks: Iterable[dict[str, str]]) -> dict[tuple[str, str, str], bool]:

@@ -20,9 +20,10 @@ from flexdilated.backends import DispatchKey, choose, tuned, why_not
 from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, PROVEN, Crossover, device_class, is_measured
 from flexdilated.backends.dense import flash
 from flexdilated.cli.options import DTYPES, device_named, spelled
-from flexdilated.cli.selfcheck import QUANTITIES, Candidate, Report, all_passed, candidates, self_check
+from flexdilated.cli.selfcheck import Candidate, Report, all_passed, candidates, self_check
 from flexdilated.core.hardware import Hardware, detect, recommended_dtype
 from flexdilated.tuning.candidates import CANDIDATES
+from flexdilated.tuning.checks import QUANTITIES
 
 CALLS = ("plain", "masked", "dropout", "functions")
 HEAD_DIM = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flexdilated import reference
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS, DispatchKey, why_not
 from flexdilated.backends.dense.sdpa import KERNELS
@@ -20,9 +19,7 @@ from flexdilated.cli.options import DTYPES, spelled
 from flexdilated.cli.refusal import first_line
 from flexdilated.core.hardware import Hardware
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.tuning.checks import Case
-
-QUANTITIES = ("out", "lse", "dq", "dk", "dv")
+from flexdilated.tuning.checks import QUANTITIES, Case, definition, differentiate, largest_error
 
 # The largest error allowed in a tensor, as a share of its largest element. In low precision sixteen roundings of one number, in
 # float32 and float64 the rounding of sums of some hundred terms.
@@ -144,7 +141,7 @@ def self_check(
     cases = _cases()
     reports = []
     for dtype in DTYPES.values():
-        expected: dict[str, dict[str, Tensor]] = {}
+        expected: dict[str, tuple[Tensor, ...]] = {}
         for candidate in candidates():
             if candidate.backend == "reference":
                 continue
@@ -154,7 +151,7 @@ def self_check(
             for number, case in enumerate(chosen, 1):
                 report_progress(f"{candidate} in {spelled(dtype)}: {number} of {len(chosen)}")
                 if case.name not in expected:
-                    expected[case.name] = _differentiate(case, dtype, torch.device("cpu"), "reference")
+                    expected[case.name] = definition(case, dtype, "cpu")
                 checks.append(_check(case, dtype, device, candidate, expected[case.name]))
             if checks:
                 reports.append(Report(candidate, dtype, TOLERANCES[dtype], tuple(checks), len(accepted)))
@@ -165,45 +162,19 @@ def _request(case: Case, dtype: torch.dtype, hardware: Hardware) -> DispatchKey:
     return DispatchKey(hardware, dtype, case.head_dim, case.group, case.ignored is not None, differentiable=True, wants_lse=True)
 
 
-def _check(case: Case, dtype: torch.dtype, device: torch.device, candidate: Candidate, expected: dict[str, Tensor]) -> Check:
+def _check(case: Case, dtype: torch.dtype, device: torch.device, candidate: Candidate, expected: Sequence[Tensor]) -> Check:
     try:
         with nullcontext() if candidate.kernel is None else sdpa_kernel(SWITCHES[candidate.kernel]):
-            actual = _differentiate(case, dtype, device, candidate.backend)
+            options = {**case.options(device), "return_lse": True, "backend": candidate.backend}
+            attend = lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options)  # noqa: E731
+            actual = [x.cpu() for x in differentiate(attend, *case.tensors(dtype, device))]
     except RuntimeError as error:  # a kernel that this machine lacks after all: the thing to report, not to die of
         return Check(case.name, {}, f"{type(error).__name__}: {first_line(error)}", passed=False)
-    errors = {name: _relative_error(actual[name], expected[name]) for name in QUANTITIES}
+    sizes = [x.nan_to_num(0.0, 0.0, 0.0).abs().max().item() or 1.0 for x in expected]
+    errors = {name: largest_error(a, e) / size for name, a, e, size in zip(QUANTITIES, actual, expected, sizes)}
     return Check(case.name, errors, None, passed=all(error <= TOLERANCES[dtype] for error in errors.values()))
-
-
-def _differentiate(case: Case, dtype: torch.dtype, device: torch.device, backend: str) -> dict[str, Tensor]:
-    """`out, lse, dq, dk, dv` on the CPU; by the oracle in float64, whatever the dtype that the inputs are rounded to."""
-    q, k, v, dout, dlse = (x.to(device) for x in case.tensors(dtype))
-    if backend == "reference":
-        q, k, v = (x.double() for x in (q, k, v))
-    for x in (q, k, v):
-        x.requires_grad_()
-    if backend == "reference":
-        out, lse = reference.dilated_attention(q, k, v, case.pattern, **case.options(device))
-    else:
-        out, lse = dilated_attention(q, k, v, case.pattern, backend=backend, return_lse=True, **case.options(device))
-    reached = lse > -math.inf
-    loss = (out * dout.to(out.dtype)).sum(dtype=lse.dtype) + (lse.masked_fill(~reached, 0.0) * dlse.to(lse.dtype)).sum()
-    grads = torch.autograd.grad(loss, (q, k, v))
-    return {name: x.detach().cpu().double() for name, x in zip(QUANTITIES, (out, lse, *grads))}
 
 
 def all_passed(reports: list[Report]) -> bool:
     """Whether something was checked and nothing failed."""
     return bool(reports) and all(report.passed for report in reports)
-
-
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest error as a share of the largest finite element; infinite where one is NaN or infinite and the other is not."""
-    if actual.shape != expected.shape:
-        return math.inf
-    finite = expected.isfinite()
-    if not torch.equal(actual[~finite], expected[~finite]) or not bool(actual[finite].isfinite().all()):
-        return math.inf
-    largest = expected[finite].abs().max().item() if bool(finite.any()) else 1.0
-    error = (actual - expected)[finite].abs().max().item() if bool(finite.any()) else 0.0
-    return error / largest if largest > 0.0 else error

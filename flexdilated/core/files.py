@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,7 +40,7 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         OSError: If it cannot be written. What was there stays.
     """
     path = Path(os.path.realpath(path))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")  # other containers may have equal process ids
     try:
         with partial.open("xb") as file:
             yield file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import traceback
 import warnings
@@ -24,6 +25,7 @@ from flexdilated.core.pattern import DilatedPattern
 # exclude a correct kernel.
 ERRORS = 4.0
 LSE_ERROR = 5e-3  # absolute: sums of exact products in float32
+QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 ENDED = "failed: the process ended"
 Verdicts = dict[str, str]  # of "forward" and "backward"
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -43,18 +45,19 @@ class Case:
     is_causal: bool = False
     ignored: float | None = None  # share of keys that key_padding_mask ignores
     borders: tuple[int, ...] | None = None  # cu_seqlens
-    lse_gradient: bool = True  # whether `against_definition` has a gradient of lse
+    lse_gradient: bool = True
     seed: int = 11
 
-    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, dout and dlse on the CPU, rounded to `dtype`."""
+    def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+        """q, k, v, dout, and dlse if lse has a gradient, drawn on the CPU and rounded to `dtype`."""
         generator = torch.Generator().manual_seed(self.seed)
         heads = self.kv_heads * self.group
-        q, k, v, dout = (
-            torch.randn(self.batch, self.num_tokens, num, self.head_dim, generator=generator).to(dtype)
+        drawn = [
+            torch.randn(self.batch, self.num_tokens, num, self.head_dim, generator=generator).to(device, dtype)
             for num in (heads, self.kv_heads, self.kv_heads, heads)
-        )
-        return q, k, v, dout, torch.randn(self.batch, heads, self.num_tokens, generator=generator)
+        ]
+        dlse = torch.randn(self.batch, heads, self.num_tokens, generator=generator)
+        return (*drawn, dlse.to(device, torch.promote_types(dtype, torch.float32)))[: 5 if self.lse_gradient else 4]
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """The keyword arguments of the call."""
@@ -134,19 +137,32 @@ def differentiate(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
     return out.detach(), lse.detach(), *grads
 
 
+def definition(case: Case, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """`out, lse, dq, dk, dv` of a case by the definition, in float64 from inputs rounded to a dtype."""
+    attend = partial(reference.dilated_attention, pattern=case.pattern, **case.options(torch.device(device)))
+    return differentiate(attend, *(x.double() for x in case.tensors(dtype, device)))
+
+
+def largest_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest absolute error; infinite if shapes differ, or where one is NaN or infinite and the other is not."""
+    actual, finite = actual.to(expected), expected.isfinite()
+    if (
+        actual.shape != expected.shape
+        or not torch.equal(actual.isfinite(), finite)
+        or not torch.equal(actual[~finite], expected[~finite])
+    ):
+        return math.inf
+    return (actual - expected)[finite].abs().max().item() if bool(finite.any()) else 0.0
+
+
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
     """Plain PyTorch in the dtype of q: one softmax of `score + log m`, m branches joining a pair. No empty rows."""
     num_tokens, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
-    p = torch.arange(num_tokens)
-    joined = torch.zeros(kv_heads, num_tokens, num_tokens)
-    for i, (w, r) in enumerate(pattern.segments("dense attention")):
-        for h in pattern.head_range(i, kv_heads):
-            kept = p % w % r == pattern.offset(i, h, kv_heads)
-            joined[h] += kept[:, None] & kept & (p[:, None] // w == p // w)
-    if is_causal:
-        joined = joined.tril()
+    branches = range(len(pattern.branches))
+    rows = (reference.joined_rows(pattern, i, num_tokens, kv_heads, is_causal=is_causal)[1] for i in branches)
+    joined = torch.stack([x[:, :num_tokens, :num_tokens] for x in rows]).sum(0)
     bias = joined.log().to(q).repeat_interleave(heads // kv_heads, dim=0)
     k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale) + bias
@@ -170,18 +186,18 @@ def verdict(compare: Callable[[], None]) -> str:
 def against_definition(make: Make, name: str, case: Case, device: str) -> Verdicts:
     """Check that no error exceeds `ERRORS` times the largest error of plain PyTorch without mask and documents."""
     run, around, dtype = make(name, case, device)
-    tensors = tuple(x.to(device) for x in case.tensors(dtype))[: 5 if case.lse_gradient else 4]
-    exact = [x.double() for x in tensors]
-    define = partial(reference.dilated_attention, pattern=case.pattern)
-    plain = differentiate(lambda q, k, v: (dense_attention(q, k, v, case.pattern, is_causal=case.is_causal),) * 2, *tensors[:4])
-    whole = differentiate(partial(define, is_causal=case.is_causal), *exact[:4])
-    expected = differentiate(partial(define, **case.options(torch.device(device))), *exact)
-    allowed = {i: ERRORS * (plain[i].double() - whole[i]).abs().max().item() for i in (0, 2, 3, 4)} | {1: LSE_ERROR}
+    tensors, one = case.tensors(dtype, device), replace(case, ignored=None, borders=None, lse_gradient=False)
+    plain = differentiate(
+        lambda q, k, v: (dense_attention(q, k, v, case.pattern, is_causal=case.is_causal),) * 2, *one.tensors(dtype, device)
+    )
+    whole, expected = definition(one, dtype, device), definition(case, dtype, device)
+    allowed = [LSE_ERROR if i == 1 else ERRORS * largest_error(x, whole[i]) for i, x in enumerate(plain)]
 
     def compare(actual: Iterable[Tensor], first: int) -> None:
         for i, x in enumerate(actual, first):
-            said = partial("{}: {}".format, ("out", "lse", "dq", "dk", "dv")[i])
-            torch.testing.assert_close(x.double(), expected[i], atol=allowed[i], rtol=0.0, msg=said)
+            error = largest_error(x, expected[i])
+            if error > allowed[i]:
+                raise AssertionError(f"{QUANTITIES[i]}: the largest error must be at most {allowed[i]:.1e}, got {error:.1e}")
 
     def forward() -> None:
         with around(), torch.no_grad():
@@ -199,6 +215,9 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
 
     A job that fails is tried again in a process of its own: a CUDA error of one job fails all later ones of its process. `done` is
     called after each job, from any thread.
+
+    Raises:
+        Exception: If a job cannot compute what it compares a candidate with.
     """
     if processes == 0:
         found = []
@@ -207,23 +226,25 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
             done()
         return found
 
-    def verdicts(some: Sequence[Job], workers: int) -> list[Verdicts]:
+    def outcomes(some: Sequence[Job], workers: int) -> list[Verdicts | BaseException]:
         ignore = (signal.SIGINT, signal.SIG_IGN)  # only this process acts on Ctrl-C
         pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=signal.signal, initargs=ignore)
         with pool, _children_end_with_interrupts():
             futures = [pool.submit(examine, job, device) for job in some]
             for future in futures:
                 future.add_done_callback(lambda future: done())
-            try:
-                return [future.result() for future in futures]
-            except BrokenProcessPool:
-                return [dict.fromkeys(("forward", "backward"), ENDED) for _ in some]
+            return [future.exception() or future.result() for future in futures]
 
-    found = verdicts(jobs, processes)
-    again = [i for i, each in enumerate(found) if any(text.startswith("failed") for text in each.values())]
+    results = outcomes(jobs, processes)
+    again = [i for i, each in enumerate(results) if isinstance(each, BaseException) or _failed(each)]
     with ThreadPoolExecutor(processes) as threads, _children_end_with_interrupts():
-        for i, (each,) in zip(again, threads.map(lambda i: verdicts([jobs[i]], 1), again)):
-            found[i] = each
+        for i, (each,) in zip(again, threads.map(lambda i: outcomes([jobs[i]], 1), again)):
+            results[i] = each
+    found = []
+    for each in results:
+        if isinstance(each, BaseException) and not isinstance(each, BrokenProcessPool):
+            raise each
+        found.append(dict.fromkeys(("forward", "backward"), ENDED) if isinstance(each, BaseException) else each)
     return found
 
 
@@ -240,9 +261,11 @@ def _children_end_with_interrupts() -> Iterator[None]:
 
 
 def examine(job: Job, device: str) -> Verdicts:
-    """The verdicts of one job, even if the definition itself fails."""
-    found: Verdicts = {}
+    """The verdicts of one job. What they are compared with is computed outside of `verdict`: its errors are raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # checked patterns need not be connected
-        text = verdict(lambda: found.update(job.examine(job.candidate, job.case, device)))
-    return found or dict.fromkeys(("forward", "backward"), text)
+        return job.examine(job.candidate, job.case, device)
+
+
+def _failed(verdicts: Verdicts) -> bool:
+    return any(text.startswith("failed") for text in verdicts.values())

@@ -92,7 +92,7 @@ def tune(
     Raises:
         ValueError: If a head dim is not positive, or `FLEXDILATED_CACHE=off`.
         OSError: If the file cannot be written.
-        RuntimeError: If no process could run a check.
+        RuntimeError: If no process could run a check, or the device could not compute the definition.
     """
     place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     hardware = detect(place)

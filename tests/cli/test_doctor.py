@@ -17,8 +17,9 @@ from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.cli import doctor, selfcheck
 from flexdilated.cli.options import DTYPES
-from flexdilated.cli.selfcheck import QUANTITIES, Candidate
+from flexdilated.cli.selfcheck import Candidate
 from flexdilated.core.hardware import detect
+from flexdilated.tuning.checks import QUANTITIES
 from tests.commands import invoke, refused
 from tests.hardware import simulate
 

@@ -4,8 +4,12 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -112,6 +116,34 @@ def test_a_power_failure_leaves_the_old_or_the_new_content(
         write(tmp_path, value)
         assert not disk.unsynced
     assert disk.renamed == [name.format(value) for value in (OLD, NEW) for name in names]
+
+
+def test_a_file_that_a_killed_process_left_fails_no_later_one(tmp_path: Path) -> None:
+    program = f"""
+import os, pathlib
+from flexdilated.core import files
+os.getpid = lambda: 1
+with files.replaced(pathlib.Path({str(tmp_path / "file")!r})) as file:
+    file.write(b"{OLD}")
+    file.flush()
+    os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=100, check=False).returncode == 9
+    (left,) = tmp_path.iterdir()
+    with mock.patch.object(os, "getpid", return_value=1):
+        write_file(tmp_path, NEW)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": str(NEW), left.name: str(OLD)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_containers_with_equal_process_ids_write_one_file(fails: bool, tmp_path: Path) -> None:
+    """The later one ends first, with or without an error."""
+    with mock.patch.object(os, "getpid", return_value=1), files.replaced(tmp_path / "file") as file:
+        file.write(b"%d" % NEW)
+        with suppress(ZeroDivisionError), files.replaced(tmp_path / "file") as other:
+            other.write(b"%d" % (OLD // (not fails)))
+        assert (tmp_path / "file").exists() != fails
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": str(NEW)}
 
 
 def test_a_file_that_cannot_be_synced_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
