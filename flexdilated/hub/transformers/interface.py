@@ -269,11 +269,11 @@ def _decode(
     heads = torch.arange(first_head, first_head + num_heads, device=q.device).view(1, -1, 1, 1)
     dtype = torch.promote_types(q.dtype, torch.float32)
     bias = torch.zeros(q.shape[0], num_heads, q.shape[1], num_keys, dtype=dtype, device=q.device)
-    # -1 lies in no segment of a real query, so ignored keys drop out here.
     bias = count(bias, batch, heads, query_positions[:, None, :, None], key_positions[:, None, None])
+    ignored = key_positions < 0
+    bias = bias.masked_fill(ignored[:, None, None], -math.inf)  # a window joins position -1 too
     # Rows that were never written, or are padding, may hold anything.
-    ignored = (key_positions < 0)[:, :, None, None]
-    k, v = (x.to(dtype).masked_fill(ignored, 0.0) for x in (k, v))
+    k, v = (x.to(dtype).masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     empty = (bias == -math.inf).all(-1, keepdim=True)
     bias = bias.masked_fill(empty, 0.0)  # or the gradients were NaN
     if call.sinks is not None:
