@@ -24,7 +24,7 @@ from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import Context, context_of
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
 from flexdilated.hub.transformers.patterns import NAME, check_type, pattern_of, record_implementation, refuse_crossing
-from flexdilated.hub.transformers.positions import borders_of, borders_of_positions, first_real, refuse_documents, shifted
+from flexdilated.hub.transformers.positions import borders_of, borders_of_positions, moved, real_first, refuse_documents
 from flexdilated.masks import dilated_score_mod
 
 # Options of a call that change what is computed, and what to say when one is set.
@@ -301,9 +301,9 @@ def _attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders:
     if mask is None:
         return attend(q, k, v, call)[0]
     real = mask[:, 0, 0, : q.shape[1]] >= 0
-    shift = first_real(real)
-    q, k, v, padding = (shifted(x, shift) for x in (q, k, v, ~real))
-    return shifted(attend(q, k, v, call.replaced(key_padding_mask=padding))[0], -shift)
+    order, back = real_first(real)
+    q, k, v, padding = (moved(x, order) for x in (q, k, v, ~real))
+    return moved(attend(q, k, v, call.replaced(key_padding_mask=padding))[0], back)
 
 
 @functools.lru_cache(maxsize=64)  # one function for all layers and steps

@@ -93,12 +93,11 @@ def test_dropout_is_that_of_dilated_attention_and_only_in_training() -> None:
     assert not torch.allclose(model(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "among"])
 @pytest.mark.parametrize("name", ["Llama", "Bert"])
 def test_padded_rows_equal_the_documents_alone(name: str, side: str) -> None:
     model = build(name, position_embedding_type="none" if name == "Bert" else None).double()
-    lengths = [TOKENS, 17, 11]
-    tokens, mask = draw_tokens(), mask_of(lengths, side)
+    tokens, mask = draw_tokens(), mask_of([TOKENS, 17, 11], side)
     # As generate gives them: positions count from the first real token.
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     logits, gradients = run(_Masked(model, mask), input_ids=tokens, attention_mask=mask, position_ids=position_ids)
