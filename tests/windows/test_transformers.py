@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern
-from tests.hub.transformers.models import DECODER, DENSE, RAGGED, TOKENS, draw_tokens, mask_of, run
+from tests.hub.transformers.models import DECODER, DENSE, RAGGED, TEXT, TOKENS, draw_tokens, mask_of, run
 from tests.hub.transformers.test_decoding import CACHES, decode
 from tests.tolerances import SINGLE
 
@@ -76,3 +76,18 @@ def test_decoding_equals_the_librarys_own_window(name: str, cache: str, side: st
     torch.testing.assert_close(decode(model, tokens, rows, [14, 1, 1, 4, 1, 1, 1], mask)[real], expected[real], **SINGLE)
     if cache == "bounded":
         assert rows.layers[0].kv.rows_per_head == (WINDOW,) * 2
+
+
+@torch.no_grad()
+def test_modernberts_own_window_has_one_key_more() -> None:
+    if transformers.__version__.startswith("5.12"):
+        pytest.skip("this version refuses its own rope_parameters")
+    sizes = {**TEXT, "layer_types": ["sliding_attention"] * 2, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1}
+    own, wide = (transformers.ModernBertConfig(**sizes, pad_token_id=0, local_attention=n) for n in (2 * WINDOW, 1000))
+    own, tokens = transformers.ModernBertModel(own).eval(), draw_tokens()
+    model = transformers.ModernBertModel(hub.set_pattern(wide, DilatedPattern(window=own.config.sliding_window + 1))).eval()
+    model.load_state_dict(own.state_dict())
+    for mask in (None, mask_of([TOKENS, 17, 11], "left"), mask_of([TOKENS, 17, 11], "right")):
+        real = slice(None) if mask is None else mask.bool()
+        expected = own(tokens, attention_mask=mask).last_hidden_state[real]
+        torch.testing.assert_close(model(tokens, attention_mask=mask).last_hidden_state[real], expected, **SINGLE)

@@ -109,7 +109,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     `generate` decodes by a `DilatedCache`, in time and memory per token that do not grow with the context; where the pattern or
     the positions rule that out, and with `use_cache=False`, it reads the whole prefix again for every token. Documents may be
-    padded on either side, with a cache on the left; positions count from the first real token.
+    padded on either side, with a cache on the left; positions count the real tokens.
 
     Args:
         config: Sizes, pattern and options.
