@@ -195,8 +195,7 @@ def _refuse_options(options: Mapping[str, Any], num_seen: int) -> None:
             continue
         if name == "sliding_window" and isinstance(value, int) and value >= num_seen:
             continue  # to have no window a layer needs another type, which may have other rotary positions
-        shown = repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
-        shown = "a tensor" if isinstance(value, Tensor) else shown
+        shown = "a tensor" if isinstance(value, Tensor) else type(value).__name__ if name == "cache" else repr(value)
         reason = REFUSED.get(name, "nothing is known of such an option")
         raise NotImplementedError(f"{name} must be None with {NAME!r} attention, got {shown}: {reason}")
     # Some models do not hand on output_attentions, and collect what their layers return.
