@@ -15,7 +15,7 @@ from flexdilated.core.call import Call
 from flexdilated.core.integers import is_integer
 from flexdilated.decode import DilatedKVCache
 from flexdilated.hub.transformers.patterns import NAME
-from flexdilated.hub.transformers.positions import first_real, shifted
+from flexdilated.hub.transformers.positions import moved, real_first
 
 # Since `activate_past_recording` the library tells that it will crop, but never that it is done; before, it tells nothing: every
 # call is recorded. So the last calls are kept, of more tokens than are drafted at once.
@@ -246,9 +246,9 @@ def layer_of(key: Tensor) -> DilatedCacheLayer | None:
 def attend_padded(kv: DilatedKVCache, q: Tensor, k: Tensor, v: Tensor, real: Tensor, call: Call) -> Tensor:
     """`kv.attend` of tokens whose sequences begin where `real` `(B, T)` does."""
     check_padding(kv, real)
-    shift = first_real(real)
-    q, k, v = (shifted(x, shift) for x in (q, k, v))
-    return shifted(kv.attend(q, k, v, lengths=real.sum(-1), scale=call.scale, sinks=call.sinks), -shift)
+    order, back = real_first(real)
+    q, k, v = (moved(x, order) for x in (q, k, v))
+    return moved(kv.attend(q, k, v, lengths=real.sum(-1), scale=call.scale, sinks=call.sinks), back)
 
 
 def check_padding(kv: DilatedKVCache, real: Tensor) -> None:

@@ -213,9 +213,11 @@ def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     context.packing_options = tuple(name for name in ("cu_seq_lens_q", "shard_lengths") if arguments.get(name) is not None)
     tokens = arguments.get("input_ids")
     tokens = arguments["inputs_embeds"] if tokens is None else tokens
-    if _cache_of(arguments) is not None or arguments.get("use_cache"):
+    cache = _cache_of(arguments)
+    if cache is not None or arguments.get("use_cache"):
+        given = "use_cache=True" if cache is None else type(cache).__name__
         raise NotImplementedError(
-            f"use_cache must be False and {CACHE} None {SHARDED}, got a cache; a model without a mesh generates"
+            f"use_cache must be False and {CACHE} None {SHARDED}, got {given}; a model without a mesh generates"
         )
     parameters = inspect.signature(module.forward).parameters
     if "use_cache" in parameters:

@@ -24,7 +24,7 @@ from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import Context, context_of
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
 from flexdilated.hub.transformers.patterns import NAME, check_type, pattern_of, record_implementation, refuse_crossing
-from flexdilated.hub.transformers.positions import borders_of, borders_of_positions, first_real, refuse_documents, shifted
+from flexdilated.hub.transformers.positions import borders_of, borders_of_positions, moved, real_first, refuse_documents
 from flexdilated.masks import dilated_score_mod
 
 # Options of a call that change what is computed, and what to say when one is set.
@@ -195,7 +195,7 @@ def _refuse_options(options: Mapping[str, Any], num_seen: int) -> None:
             continue
         if name == "sliding_window" and isinstance(value, int) and value >= num_seen:
             continue  # to have no window a layer needs another type, which may have other rotary positions
-        shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+        shown = "a tensor" if isinstance(value, Tensor) else type(value).__name__ if name == "cache" else repr(value)
         reason = REFUSED.get(name, "nothing is known of such an option")
         raise NotImplementedError(f"{name} must be None with {NAME!r} attention, got {shown}: {reason}")
     # Some models do not hand on output_attentions, and collect what their layers return.
@@ -269,11 +269,11 @@ def _decode(
     heads = torch.arange(first_head, first_head + num_heads, device=q.device).view(1, -1, 1, 1)
     dtype = torch.promote_types(q.dtype, torch.float32)
     bias = torch.zeros(q.shape[0], num_heads, q.shape[1], num_keys, dtype=dtype, device=q.device)
-    # -1 lies in no segment of a real query, so ignored keys drop out here.
     bias = count(bias, batch, heads, query_positions[:, None, :, None], key_positions[:, None, None])
+    ignored = key_positions < 0
+    bias = bias.masked_fill(ignored[:, None, None], -math.inf)  # a window joins position -1 too
     # Rows that were never written, or are padding, may hold anything.
-    ignored = (key_positions < 0)[:, :, None, None]
-    k, v = (x.to(dtype).masked_fill(ignored, 0.0) for x in (k, v))
+    k, v = (x.to(dtype).masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     empty = (bias == -math.inf).all(-1, keepdim=True)
     bias = bias.masked_fill(empty, 0.0)  # or the gradients were NaN
     if call.sinks is not None:
@@ -301,9 +301,9 @@ def _attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders:
     if mask is None:
         return attend(q, k, v, call)[0]
     real = mask[:, 0, 0, : q.shape[1]] >= 0
-    shift = first_real(real)
-    q, k, v, padding = (shifted(x, shift) for x in (q, k, v, ~real))
-    return shifted(attend(q, k, v, call.replaced(key_padding_mask=padding))[0], -shift)
+    order, back = real_first(real)
+    q, k, v, padding = (moved(x, order) for x in (q, k, v, ~real))
+    return moved(attend(q, k, v, call.replaced(key_padding_mask=padding))[0], back)
 
 
 @functools.lru_cache(maxsize=64)  # one function for all layers and steps

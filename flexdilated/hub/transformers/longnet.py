@@ -21,7 +21,7 @@ from flexdilated.hub.transformers.cache import CACHE, DilatedCache, check_paddin
 from flexdilated.hub.transformers.context import IGNORED
 from flexdilated.hub.transformers.interface import REFUSED
 from flexdilated.hub.transformers.patterns import NAME, pattern_of
-from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
+from flexdilated.hub.transformers.positions import borders_of, moved, real_first
 from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.longnet import LongNetLM
 from flexdilated.nn.position import SCALE_BASE, XPos
@@ -109,7 +109,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     `generate` decodes by a `DilatedCache`, in time and memory per token that do not grow with the context; where the pattern or
     the positions rule that out, and with `use_cache=False`, it reads the whole prefix again for every token. Documents may be
-    padded on either side, with a cache on the left; positions count from the first real token.
+    padded on either side, with a cache on the left; positions count the real tokens.
 
     Args:
         config: Sizes, pattern and options.
@@ -251,9 +251,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         elif real is None:
             logits = self.model(input_ids, cu_seqlens=borders, shard_lengths=packed.get("shard_lengths"))
         else:
-            shift = first_real(real)
-            tokens, padding = shifted(input_ids, shift), shifted(~real, shift)
-            logits = shifted(self.model(tokens, key_padding_mask=padding), -shift)
+            order, back = real_first(real)
+            logits = moved(self.model(moved(input_ids, order), key_padding_mask=moved(~real, order)), back)
         if logits_to_keep:  # FSDP2 warns of a model that gives a view of all
             logits = logits[:, -logits_to_keep:]
         shift_labels = packed.get("shift_labels")
@@ -280,9 +279,9 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             logits = self.model(tokens, caches=caches, last_only=last_only)
         else:
             check_padding(caches[0], real)
-            shift = first_real(real)
-            logits = self.model(shifted(tokens, shift), caches=caches, lengths=real.sum(-1), last_only=last_only)
-            logits = logits if last_only else shifted(logits, -shift)
+            order, back = real_first(real)
+            logits = self.model(moved(tokens, order), caches=caches, lengths=real.sum(-1), last_only=last_only)
+            logits = logits if last_only else moved(logits, back)
         cache.see(tokens.shape[1])
         return logits
 

@@ -33,8 +33,8 @@ def dilated_attention_positions(
 ) -> Tensor | None:
     """The library's mask function: instead of a mask, the position of each key and query in its document.
 
-    Positions count from the first real token of a row, so left padding moves no segment. The signature, and that options of other
-    mask functions are dropped, are the library's.
+    Positions count the real tokens of a row, so that padding changes no segment and no window. The signature, and that options of
+    other mask functions are dropped, are the library's.
 
     Args:
         batch_size: B.
@@ -113,16 +113,16 @@ def dilated_attention_positions(
         starts = torch.where(F.pad(documents.diff(dim=-1), (1, 0), value=1) > 0, keys, 0).cummax(-1).values
         rows = torch.stack((keys - starts, documents), dim=1)[:, None]
         return torch.cat((rows, rows), dim=-1)
-    queries = torch.arange(q_length, device=device).expand(batch_size, -1) + q_offset
+    queries = torch.arange(q_length, device=device) + q_offset
     if attention_mask is None:
-        real = keys <= queries[:, -1:]
+        real = keys <= queries[-1]
     else:
         real = attention_mask.to(device=device, dtype=torch.bool)[:, :num_keys]
         real = F.pad(real, (0, num_keys - real.shape[1]))
     if kv_length == q_length and (attention_mask is None or (not compiling and bool(real.all()))):
         return None
-    first = first_real(real)[:, None]
-    return torch.cat((torch.where(real, keys - first, -1), queries - first), dim=-1)[:, None, None]
+    positions = real.cumsum(-1) - 1
+    return torch.cat((torch.where(real, positions, -1), positions.index_select(1, queries)), dim=-1)[:, None, None]
 
 
 def _new_tokens(
@@ -154,14 +154,14 @@ def _documents(mask_function: Callable[..., Tensor], batch_size: int, num_tokens
     return F.pad((~joined).long(), (1, 0)).cumsum(-1)
 
 
-def first_real(real: Tensor) -> Tensor:
-    """`(B,)` index of the first True of `(B, N)`; 0 where there is none."""
-    return real.int().argmax(-1)
+def real_first(real: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices `(B, N)` that move the real tokens of a row to its front, in their order, and indices that move them back."""
+    back = torch.where(real, real.cumsum(-1), real.sum(-1, keepdim=True) + (~real).cumsum(-1)) - 1
+    return torch.empty_like(back).scatter(1, back, torch.arange(real.shape[1], device=real.device).expand_as(back)), back
 
 
-def shifted(x: Tensor, shift: Tensor) -> Tensor:
-    """`x` `(B, N, ...)` with row b turned left by `shift[b]`."""
-    index = (torch.arange(x.shape[1], device=x.device) + shift[:, None]) % x.shape[1]
+def moved(x: Tensor, index: Tensor) -> Tensor:
+    """`x` `(B, N, ...)` with token `index[b, i]` of row b at place i."""
     # `take_along_dim` would make a graph for every N.
     return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(x.shape))
 

@@ -67,7 +67,8 @@ def run(model: nn.Module, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 def mask_of(lengths: list[int], side: str) -> Tensor:
     rows = [[1] * n + [0] * (TOKENS - n) for n in lengths]
-    return torch.tensor([row if side == "right" else row[::-1] for row in rows])
+    mask = torch.tensor([row[::-1] if side == "left" else row for row in rows])
+    return mask.roll(5, 1) if side == "among" else mask  # padding before and after some tokens
 
 
 def longnet(**options: Any) -> Any:

@@ -171,8 +171,10 @@ def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -
         model(tokens, attention_mask=mask)
     with pytest.raises(NotImplementedError, match="logits_to_keep must be 0 in a model over a mesh, got 1: it would keep"):
         model(tokens, logits_to_keep=1)
-    for given in ({"use_cache": True}, {CACHE: hub.DilatedCache()}):
-        with pytest.raises(NotImplementedError, match=f"use_cache must be False and {CACHE} None in a model over a mesh"):
+    for given, shown in (({"use_cache": True}, "use_cache=True"), ({CACHE: hub.DilatedCache()}, "DilatedCache")):
+        with pytest.raises(
+            NotImplementedError, match=f"use_cache must be False and {CACHE} None in a model over a mesh, got {shown};"
+        ):
             model(tokens, **given)
     with pytest.raises(NotImplementedError, match=f"use_cache must be False and {CACHE} None in a model over a mesh"):
         model.generate(tokens, max_new_tokens=2)

@@ -93,12 +93,11 @@ def test_dropout_is_that_of_dilated_attention_and_only_in_training() -> None:
     assert not torch.allclose(model(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "among"])
 @pytest.mark.parametrize("name", ["Llama", "Bert"])
 def test_padded_rows_equal_the_documents_alone(name: str, side: str) -> None:
     model = build(name, position_embedding_type="none" if name == "Bert" else None).double()
-    lengths = [TOKENS, 17, 11]
-    tokens, mask = draw_tokens(), mask_of(lengths, side)
+    tokens, mask = draw_tokens(), mask_of([TOKENS, 17, 11], side)
     # As generate gives them: positions count from the first real token.
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     logits, gradients = run(_Masked(model, mask), input_ids=tokens, attention_mask=mask, position_ids=position_ids)
@@ -278,7 +277,7 @@ def test_missing_and_malformed_patterns_are_refused() -> None:
         ("indices", torch.zeros(1, dtype=torch.int64)),
         ("anything_new", 3),
         ("position_bias", torch.zeros(1, 6, TOKENS, TOKENS)),
-        ("cache", object()),
+        ("cache", transformers.DynamicCache()),
         ("block_table", torch.zeros(1)),
         ("output_attentions", True),
     ],
@@ -286,7 +285,8 @@ def test_missing_and_malformed_patterns_are_refused() -> None:
 def test_options_that_change_the_attention_are_refused(name: str, value: Any) -> None:
     module = build("Llama").model.layers[0].self_attn
     q, k, v = (torch.randn(BATCH, heads, TOKENS, 8) for heads in (6, 2, 2))
-    with pytest.raises(NotImplementedError, match=f"{name} must be None with 'flexdilated' attention, got"):
+    shown = "DynamicCache: dilated attention has no paged cache" if name == "cache" else ""
+    with pytest.raises(NotImplementedError, match=f"{name} must be None with 'flexdilated' attention, got {shown}"):
         hub.dilated_attention_forward(module, q, k, v, None, **{name: value})
     off = False if name == "output_attentions" else None
     hub.dilated_attention_forward(module, q, k, v, None, **{name: off}, use_cache=True)

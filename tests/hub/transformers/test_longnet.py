@@ -66,7 +66,7 @@ def test_longnet_equals_longnet_lm_and_its_loss() -> None:
     torch.testing.assert_close(logits_alone, output.logits, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "among"])
 def test_longnet_padded_rows_equal_the_documents_alone(side: str) -> None:
     model, tokens, mask = longnet().double(), torch.randint(256, (BATCH, TOKENS)), mask_of([TOKENS, 17, 11], side)
     logits = model(tokens, attention_mask=mask).logits

@@ -124,6 +124,7 @@ def test_a_saved_model_comes_back_dilated(tmp_path: Path) -> None:
     plain.load_state_dict(model.state_dict())
     for loaded in (again, load(tmp_path / "first"), load(tmp_path / "second", attn_implementation="flexdilated"), plain):
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+    assert load(tmp_path / "second").config._attn_implementation == "sdpa"  # as docs/transformers.md warns
     again.save_pretrained(tmp_path / "third")  # after a forward
     assert load(tmp_path / "third").config._attn_implementation == "flexdilated"
 

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from flexdilated import DilatedPattern, reference
 from tests.hub.transformers import models
-from tests.hub.transformers.test_decoding import decode
 from tests.tolerances import EXACT, SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
-
-from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from flexdilated.hub import transformers as hub  # noqa: E402
 
@@ -41,18 +38,6 @@ def test_dense_pattern_equals_the_librarys_own_sinks_with_their_gradients() -> N
     assert expected_gradients["model.layers.0.self_attn.sinks"].abs().min() > 1e-4
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, **SINGLE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("pattern", models.PATTERNS)
-def test_decoding_equals_the_full_forward(pattern: DilatedPattern) -> None:
-    model, tokens, mask = gpt_oss(pattern), models.draw_tokens(), models.mask_of([models.TOKENS, 17, 5], "left")
-    options = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    expected = model(tokens, **options, use_cache=False).logits
-    real = mask.bool()
-    for cache in (DynamicCache(), hub.DilatedCache()):
-        logits = decode(model, tokens, cache, [9, 1, 1, 4, 5, 1, 1, 1], mask)
-        torch.testing.assert_close(logits[real], expected[real], **SINGLE)
 
 
 def layer(pattern: DilatedPattern) -> Any:
