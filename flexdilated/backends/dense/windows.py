@@ -33,7 +33,7 @@ def dense_pieces(pieces: tuple[Piece, ...], windows: Windows, alone: bool) -> tu
         is_square, masked = piece.rows == piece.keys, windows == "mask" and (alone or -piece.low < LONG)
         if _fits(piece, windows):
             found.append(piece)
-        elif not masked and is_square and piece.low <= 0 and piece.high in (0, -piece.low):
+        elif not masked and is_square and -piece.rows < piece.low <= 0 and piece.high in (0, -piece.low):
             found += _triangles(piece)
         else:
             found += _chunks(_trimmed(piece)) if masked and piece.is_banded else _cut(piece)
