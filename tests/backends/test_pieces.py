@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -19,13 +20,14 @@ from flexdilated.backends.dense import fused_op, piece_loop, windows
 from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.flex import backend as flex
-from flexdilated.backends.flex import cost
 from flexdilated.backends.kernel import Kernel, Options
 from flexdilated.core import pieces as core
+from flexdilated.core.call import Call
 from flexdilated.core.pieces import UNBOUNDED, Piece, plan_pieces
 from tests.backends.test_mods import Mods, emulate, flex_backend, run
 from tests.cases import Case, poisoned_memory
-from tests.tolerances import EXACT, SINGLE
+from tests.core.test_branch import COMET
+from tests.tolerances import EXACT
 
 HEADS = 4  # key/value heads
 PATTERN = DilatedPattern((5, 7, 11), (1, 1, 1), window=3)  # whose pieces are replaced
@@ -69,7 +71,7 @@ def boxes(kind: str, draw: random.Random, start: int, length: int) -> Iterator[P
             yield box._replace(token=token, rows=rows, key_token=key_token, keys=keys)
 
 
-def drawn(seed: int) -> tuple[tuple[Piece, ...], Case]:
+def drawn(seed: int, head_dim: int = 3) -> tuple[tuple[Piece, ...], Case]:
     """Pieces over documents, of which neighbours of equal length share boxes, and a call of that many tokens."""
     draw, found = random.Random(seed), []
     size, count, rest = draw.randint(4, 23), draw.randint(1, 3), draw.choice((0, 13))
@@ -86,11 +88,20 @@ def drawn(seed: int) -> tuple[tuple[Piece, ...], Case]:
             for piece in boxes(kind, random.Random(f"{seed} {kind}"), 0, length):
                 found += core._repeated(piece._replace(branch=branch), start, times, length)
             start += length * times
-    case = Case(PATTERN, batch=draw.randint(1, 2), num_tokens=size * count + rest, kv_heads=HEADS, group=draw.randint(1, 2))
+    case = Case(
+        PATTERN,
+        batch=draw.randint(1, 2),
+        head_dim=head_dim,
+        num_tokens=size * count + rest,
+        kv_heads=HEADS,
+        group=draw.randint(1, 2),
+    )
     return tuple(found), replace(case, ignored=draw.choice((None, 0.3)), lse_gradient=draw.random() < 0.5, seed=seed)
 
 
-def oracle(pieces: tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def oracle(
+    pieces: tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Loops over the rows of pieces: how often each pair joins, then one dense softmax."""
     tokens, group = q.shape[1], q.shape[2] // HEADS
     times = torch.zeros(HEADS, tokens, tokens, dtype=torch.float64)
@@ -161,17 +172,17 @@ DENSE = {
 
 
 def assert_as_the_oracle(
-    attend: Any, seeds: range, monkeypatch: pytest.MonkeyPatch, mods: tuple[Mods, ...] = (Mods(),), **tolerance: Any
+    attend: Any, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch, mods: tuple[Mods, ...] = (Mods(),), **tolerance: Any
 ) -> None:
     for seed in seeds:
-        pieces, case = drawn(seed)
+        pieces, case = drawn(seed, 16 if tolerance else 3)
         for module in (fused_op, functions, flex):
             monkeypatch.setattr(module, "plan_pieces", lambda *_, found=pieces: found)
         mod = replace(mods[seed % len(mods)], seed=seed)
-        expected = run(lambda q, k, v, _, **options: oracle(pieces, q, k, v, **options), case, mod)
+        expected = run(partial(oracle, pieces), case, mod)
         with poisoned_memory():
             actual = run(attend, case, mod, dtype=torch.float32 if tolerance else torch.float64)
-        torch.testing.assert_close([x.double() for x in actual], expected, **(tolerance or EXACT), msg=lambda m: f"{seed}: {m}")
+        torch.testing.assert_close([x.double() for x in actual], expected, **(tolerance or EXACT), msg=f"{pieces} of {case}")
 
 
 def by(backend: str) -> Any:
@@ -194,3 +205,34 @@ def test_functions_compute_any_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flex_computes_any_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, "packed")
     assert_as_the_oracle(flex_backend, range(120), monkeypatch, (*MODS, Mods()))
+
+
+def test_a_planted_kind_is_computed_rightly_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces, case = next((pieces, case) for pieces, case in map(drawn, range(99)) if any(piece.part for piece in pieces))
+    emulate(monkeypatch, "packed")
+    for module in (fused_op, functions, flex):
+        monkeypatch.setattr(module, "plan_pieces", lambda *_: pieces)
+    kernels, operations = (
+        lambda q, k, v, pattern, door=door, **options: door(
+            q, k, v, Call(pattern, scale=3**-0.5, num_heads=HEADS)._replace(**options)
+        )
+        for door in (fused_op.attend_fused, functions.attend_by_operations)
+    )
+    comet = replace(case, pattern=COMET)
+    for attend in (operations, flex_backend):
+        torch.testing.assert_close(run(attend, comet, MODS[0]), run(partial(oracle, pieces), case, MODS[0]), **EXACT)
+    for attend in (kernels, by("sdpa"), by("reference")):
+        with pytest.raises(NotImplementedError, match=r"must get branches of kind Segments, got a branch of kind Comet"):
+            run(attend, comet, Mods())
+
+
+def test_weights_are_constant_only_where_a_branch_has_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "segment_pieces", lambda *_, **options: iter([BOX, BOX._replace(part=1)]))
+    pattern = DilatedPattern((3, 6), (1, 2))
+    core._plan.cache_clear()
+    assert len(plan_pieces(pattern, ((0, 6),), 1, False)) == 4
+    with pytest.raises(
+        NotImplementedError, match=r"^detach_weights must be False with a branch of kind Segments, whose keys are in"
+    ):
+        plan_pieces(replace(pattern, detach_weights=True), ((0, 6),), 1, False)
+    core._plan.cache_clear()

@@ -164,7 +164,12 @@ def _boxes(piece: Piece, queries: tuple[int, int], keys: tuple[int, int], times:
         return
     step = piece.row_stride
     stride *= step
-    box: Any = {"token": piece.token + first * step, "key_token": piece.key_token + first_key * step, "rows": rows, "keys": num_keys}
+    box: Any = {
+        "token": piece.token + first * step,
+        "key_token": piece.key_token + first_key * step,
+        "rows": rows,
+        "keys": num_keys,
+    }
     if piece.segments == 1:
         yield piece._replace(segments=times, segment_stride=stride, **box)
     elif piece.segments > times:

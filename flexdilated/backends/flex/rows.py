@@ -139,8 +139,9 @@ def attend_piece(
     )
     ignored = None
     if key_padding_mask is not None:
-        first = lanes.tokens.long()[:, None] - start + lanes.key_shift
-        ignored = key_padding_mask[lanes.batch.long()[:, None], first + torch.arange(lanes_k.shape[2], device=device) * lanes.stride]
+        row = torch.arange(lanes_k.shape[2], device=device)
+        keys = lanes.tokens.long()[:, None] - start + lanes.key_shift + row * lanes.stride
+        ignored = key_padding_mask[lanes.batch.long()[:, None], keys]
     out, lse = attend_rows(lanes_q, lanes_k, lanes_v, ignored, lanes, call)
     out = rearrange(out, f"{order} d -> b s o h g r d", **sizes)
     lse = rearrange(lse, f"{order} -> b s o h g r", **sizes)
@@ -171,11 +172,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, lanes: Lane
     device, queries, keys = q.device, q.shape[2], k.shape[2]
     user_score, user_mask = call.score_mod, call.mask_mod
     batch_of, head_of, token_of = lanes.batch, lanes.heads, lanes.tokens
-    has_low, has_high, in_segments = lanes.band[0] != -UNBOUNDED, lanes.band[1] != UNBOUNDED, lanes.segment is not None
+    has_low, has_high = lanes.band[0] != -UNBOUNDED, lanes.band[1] != UNBOUNDED
+    in_segments, length = lanes.segment is not None, keys if lanes.segment is None else lanes.segment
     band = max(lanes.band[0], -queries), min(lanes.band[1], keys)
     # Tensors instead of numbers: one compiled kernel serves every branch and length.
-    numbers = (lanes.stride, lanes.key_shift, *band, lanes.segment if in_segments else keys)
-    stride, shift, low, high, segment = (torch.full((), n, dtype=torch.int32, device=device) for n in numbers)
+    stride, shift, low, high, segment = (
+        torch.full((), n, dtype=torch.int32, device=device) for n in (lanes.stride, lanes.key_shift, *band, length)
+    )
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = q_idx // segment == kv_idx // segment if in_segments else kv_idx >= 0
@@ -213,9 +216,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, lanes: Lane
     return out, lse
 
 
-def _block_mask(
-    lanes: Lanes, queries: int, keys: int, device: torch.device, mask_mod: MaskMod, *, narrows: bool
-) -> BlockMask:
+def _block_mask(lanes: Lanes, queries: int, keys: int, device: torch.device, mask_mod: MaskMod, *, narrows: bool) -> BlockMask:
     """The blocks of lanes. In compiled code, those of segments and windows come from an opaque operator, others are all listed."""
     low, high = lanes.band
     is_window = queries == keys and low <= 0 and high in (0, -low)
