@@ -102,9 +102,10 @@ def split_kinds(branches: Iterable[object], consumer: str) -> tuple[tuple[Segmen
     Raises:
         NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
     """
-    *others, last = branches
-    window = last if isinstance(last, Window) else None
-    return segments_among(others if window else (*others, last), consumer), window
+    branches = (*branches,)
+    windows = [branch for branch in branches if isinstance(branch, Window)]
+    others = [branch for branch in branches if not isinstance(branch, Window)] if windows else branches
+    return segments_among(others, consumer), windows[0] if windows else None
 
 
 def segments_among(branches: Iterable[object], consumer: str) -> tuple[Segments, ...]:
