@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flexdilated.core.branch import Segments
+from flexdilated.core.branch import Segments, Window
 from flexdilated.core.call import MaskMod, ScoreMod
 from flexdilated.core.pattern import DilatedPattern
 
@@ -32,7 +32,8 @@ def dilated_attention(
     """`out` and `lse` of dilated attention by the definition, differentiable by autograd.
 
     In branch `i`, query `p` sees key `p'` when `(p % w) % r == (p' % w) % r == offset`, `p // w == p' // w`, and, if causal,
-    `p' <= p`. In a window of size w every head sees key `p'` when `|p - p'| < w` and, if causal, `p' <= p`. Then
+    `p' <= p`. In a window of size w every head sees key `p'` when `|p - p'| < w`, and with g global tokens when `p' < g` or
+    `p < g`, if causal only where `p' <= p`. A pair of the window or the global tokens belongs to no other branch. Then
     `lse = logsumexp_i lse_i` and `out = sum_i exp(lse_i - lse) out_i`. A row that no key reaches has `out = 0` and `lse = -inf`,
     with zero gradients. Source: LongNet, arXiv 2307.02486, equations 5-10.
 
@@ -145,18 +146,21 @@ def joined_rows(
     pattern: DilatedPattern, branch: int, num_tokens: int, kv_heads: int, *, is_causal: bool
 ) -> tuple[list[int], Tensor]:
     """The token at each row of a branch, -1 for a row of zeros, and which query rows see which key rows, `(Hkv, rows, rows)`."""
-    segments, window = pattern.split("the definition")
+    segments, near = pattern.split("the definition")
     source, segment = _rows(pattern, segments[branch], num_tokens) if branch < len(segments) else (list(range(num_tokens)), 0)
     p = torch.arange(len(source))
+    query, key = p[:, None], p[None, :]
+    is_global = (query < near.global_tokens) | (key < near.global_tokens)
+    is_in_window = ((query - key).abs() < near.window) & ~is_global
     joined = torch.zeros(kv_heads, len(source), len(source), dtype=torch.bool)
     for head in pattern.head_range(branch, kv_heads):
-        if window is not None and branch == len(segments):
-            joined[head] = (p[:, None] - p).abs() < window.size
+        if branch >= len(segments):
+            joined[head] = is_in_window if isinstance(pattern.branches[branch], Window) else is_global
             continue
         kept = (p % segment) % segments[branch].dilation_rate == pattern.offset(branch, head, kv_heads)
-        same_segment = p[:, None] // segment == p[None, :] // segment
-        joined[head] = kept[:, None] & kept[None, :] & same_segment
-    return source, joined & (p[None, :] <= p[:, None]) if is_causal else joined
+        same_segment = query // segment == key // segment
+        joined[head] = kept[:, None] & kept[None, :] & same_segment & ~is_global & ~is_in_window
+    return source, joined & (key <= query) if is_causal else joined
 
 
 def _holds_tokens_alone(source: list[int], joined: Tensor, num_tokens: int) -> bool:

@@ -1,8 +1,9 @@
 """The kinds of branches of a pattern, and the rule of each: what a head keeps, which pairs join, how many, and how far apart.
 
-The class of a branch is its kind: `Segments` or `Window`. `Kept` is a branch of segments as one head keeps it. Code that computes
-something from branches calls `DilatedPattern.split` if it knows both kinds, or `DilatedPattern.segments` if it knows segments only,
-and passes its own name for the error message. A branch of another kind raises; it is never left out of a result.
+The class of a branch is its kind: `Segments`, `Window` or `GlobalTokens`. `Near` holds the pairs of window and global tokens, which
+count once, and `Kept` is a branch of segments as one head keeps it. Code that computes something from branches calls
+`DilatedPattern.split`, and passes its own name for the error message. A branch of another kind raises; it is never left out of a
+result.
 """
 
 from __future__ import annotations
@@ -23,25 +24,47 @@ class Window(NamedTuple):
 
     size: int  # keys that a causal query sees, including its own; without causality as many keys on each side, its own in both
 
-    def joins(self, query: Any, key: Any) -> Any:
-        """Whether a query sees a key, without causality."""
-        return (query - key < self.size) & (key - query < self.size)
-
     def band(self, *, is_causal: bool) -> tuple[int, int]:
         """The smallest and the largest `key - query` of joined pairs."""
         return 1 - self.size, 0 if is_causal else self.size - 1
 
-    def rows(self, rate: int) -> Window:
-        """The window in rows, if every `rate`-th token is a row: two rows join if their tokens do."""
-        return Window((self.size - 1) // rate + 1)
+
+class GlobalTokens(NamedTuple):
+    """The first tokens of a document: every query sees them, and, without causality, they see every key."""
+
+    count: int
+
+
+class Near(NamedTuple):
+    """The pairs that count once: those of the window and of the global tokens. Branches of segments leave them out."""
+
+    window: int = 0  # size of the window; 0: none
+    global_tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return self.window > 0 or self.global_tokens > 0
+
+    def joins(self, query: Any, key: Any) -> Any:
+        """Whether a pair counts here, without causality. Positions are those in a document: numbers, arrays or tensors."""
+        joined = (query - key < self.window) & (key - query < self.window)
+        return joined | (query < self.global_tokens) | (key < self.global_tokens) if self.global_tokens else joined
+
+    def far_rows(self, rate: int) -> int:
+        """The least distance, in rows of every `rate`-th token, of two rows that are no pair of the window."""
+        return (self.window - 1) // rate + 1 if self.window else 0
 
     def count_pairs(self, num_tokens: int, *, is_causal: bool) -> int:
-        """The number of joined pairs in a sequence."""
-        before = causal_window_pairs(min(self.size, num_tokens), num_tokens)
-        return before if is_causal else 2 * before - num_tokens
+        """The number of pairs in a document."""
+        first = min(self.global_tokens, num_tokens)
+        rest = num_tokens - first
+        before = causal_window_pairs(min(self.window, rest), rest)
+        if is_causal:
+            return first * (first + 1) // 2 + rest * first + before
+        return num_tokens**2 - rest**2 + (2 * before - rest if self.window else 0)
 
 
-Branch = Segments | Window  # the kinds of branches
+NONE = Near()
+Branch = Segments | Window | GlobalTokens  # the kinds of branches
 
 
 class Kept(NamedTuple):
@@ -73,13 +96,21 @@ class Kept(NamedTuple):
         """The number of positions kept among the first `tokens` of a segment."""
         return num_kept(tokens, self.rate, self.offset)
 
-    def count_pairs(self, num_tokens: int, *, is_causal: bool) -> int:
-        """The number of joined pairs in a sequence."""
-        total = 0
-        for tokens, times in segment_counts(num_tokens, self.length):
-            rows = self.rows(tokens)
-            total += times * (rows * (rows + 1) // 2 if is_causal else rows * rows)
+    def count_pairs(self, num_tokens: int, *, is_causal: bool, near: Near = NONE) -> int:
+        """The number of joined pairs in a document, without those of `near`."""
+        total, first = 0, min(ceil_div(near.global_tokens, self.length), ceil_div(num_tokens, self.length))
+        for segment in range(first):  # those that hold global tokens
+            tokens = min(self.length, num_tokens - segment * self.length)
+            total += self._far_pairs(tokens, near.global_tokens - segment * self.length, near, is_causal=is_causal)
+        for tokens, times in segment_counts(num_tokens - min(first * self.length, num_tokens), self.length):
+            total += times * self._far_pairs(tokens, 0, near, is_causal=is_causal)
         return total
+
+    def _far_pairs(self, tokens: int, skipped: int, near: Near, *, is_causal: bool) -> int:
+        """The pairs of one segment whose first `skipped` tokens are global."""
+        rows, apart = self.rows(tokens) - self.rows(min(skipped, tokens)), near.far_rows(self.rate)
+        far = max(0, rows - apart)
+        return far * (far + 1) // 2 if is_causal else rows * rows if apart == 0 else far * (far + 1)
 
     def longest_reach(self) -> int:
         """The largest distance between a query and a key that it sees, -1 if nothing is kept."""
@@ -96,31 +127,26 @@ class HeadRun(NamedTuple):
     heads: int
 
 
-def split_kinds(branches: Iterable[object], consumer: str) -> tuple[tuple[Segments, ...], Window | None]:
-    """Split branches into the segments and the window, for code that knows both kinds.
+def split_kinds(branches: Iterable[object], consumer: str) -> tuple[tuple[Segments, ...], Near]:
+    """Split branches into those of segments and the pairs that count once, for code that knows both.
 
     Raises:
         NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
     """
-    branches = (*branches,)
-    windows = [branch for branch in branches if isinstance(branch, Window)]
-    others = [branch for branch in branches if not isinstance(branch, Window)] if windows else branches
-    return segments_among(others, consumer), windows[0] if windows else None
-
-
-def segments_among(branches: Iterable[object], consumer: str) -> tuple[Segments, ...]:
-    """Branches that are all segments, for code that knows no other kind.
-
-    Raises:
-        NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
-    """
-    segments = []
+    segments, near = [], Near()
     for branch in branches:
-        if not isinstance(branch, Segments):
+        if isinstance(branch, Segments):
+            segments.append(branch)
+        elif isinstance(branch, Window):
+            near = near._replace(window=branch.size)
+        elif isinstance(branch, GlobalTokens):
+            near = near._replace(global_tokens=branch.count)
+        else:
             kind = type(branch).__name__
-            raise NotImplementedError(f"{consumer} must get branches of kind Segments, got a branch of kind {kind}: {branch}")
-        segments.append(branch)
-    return tuple(segments)
+            raise NotImplementedError(
+                f"{consumer} must get branches of kind Segments, Window or GlobalTokens, got a branch of kind {kind}: {branch}"
+            )
+    return tuple(segments), near
 
 
 def num_kept(length: int, rate: int, offset: int) -> int:

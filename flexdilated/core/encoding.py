@@ -11,20 +11,19 @@ from flexdilated.core.pattern import HEADS, OFFSETS, DilatedPattern
 def encode(pattern: DilatedPattern) -> list[int]:
     """A pattern as integers, for the schema of an operator; `decode` is the inverse.
 
-    Four integers for `heads`, `offsets` and the two flags, two per branch of segments, then the window if there is one.
+    Six integers for `heads`, `offsets`, the two flags, the window (0: none) and the global tokens, then two per branch of segments.
 
     Raises:
-        NotImplementedError: If a branch is of another kind than segments and windows.
+        NotImplementedError: If a branch is of an unknown kind.
     """
-    segments, window = pattern.split("the encoding of operators")
+    segments, near = pattern.split("the encoding of operators")
     rules = [HEADS.index(pattern.heads), OFFSETS.index(pattern.offsets), int(pattern.zero_padding), int(pattern.detach_weights)]
-    return [*rules, *(number for branch in segments for number in branch), *(() if window is None else window)]
+    return [*rules, *near, *(number for branch in segments for number in branch)]
 
 
 def decode(numbers: Sequence[int]) -> DilatedPattern:
     """The pattern that `encode` turned into these integers. Lengths and rates may be symbols of a compiler."""
-    heads, offsets, zeros, detached = (int(number) for number in numbers[:4])
+    heads, offsets, zeros, detached, window, global_tokens = (int(number) for number in numbers[:6])
     rules: Any = {"heads": HEADS[heads], "offsets": OFFSETS[offsets], "zero_padding": bool(zeros), "detach_weights": bool(detached)}
-    end = len(numbers) - len(numbers) % 2  # an odd number of integers ends with a window
-    window = numbers[-1] if len(numbers) % 2 else None
-    return DilatedPattern(tuple(numbers[4:end:2]), tuple(numbers[5:end:2]), window=window, **rules)
+    near: Any = {"window": window or None, "global_tokens": global_tokens}
+    return DilatedPattern(tuple(numbers[6::2]), tuple(numbers[7::2]), **near, **rules)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from flexdilated.core.boundaries import first_near_ends, is_crossed
-from flexdilated.core.branch import Branch, HeadRun, Kept, Segments, Window, ceil_div, segments_among, split_kinds
+from flexdilated.core.branch import Branch, GlobalTokens, HeadRun, Kept, Near, Segments, Window, ceil_div, split_kinds
 from flexdilated.core.integers import as_integer, at_least_one, index_below, integer_tuple
 from flexdilated.core.keywords import renamed
 from flexdilated.core.pattern_svg import branches_svg
@@ -34,8 +34,9 @@ class DilatedPattern:
     [0, 0, 1, 1, 2, 2, 3, 3]
 
     Branch `i` cuts the sequence in segments of `w_i` tokens and keeps, for head `h`, the positions `p` with `(p % w_i) % r_i ==
-    offset(i, h)`. Kept queries attend to kept keys of their own segment. A sliding window is one more branch, in
-    all heads and at all positions. All branches share one softmax: a pair that two of them join counts twice.
+    offset(i, h)`. Kept queries attend to kept keys of their own segment. A sliding window and the global tokens are seen in all
+    heads. All branches share one softmax: a pair that two branches of segments join counts twice, and a pair of the window or of
+    the global tokens counts once.
     Source: LongNet, arXiv 2307.02486, sections 2.2-2.3; offsets and zero padding as published in torchscale.
 
     Args:
@@ -45,25 +46,30 @@ class DilatedPattern:
         window: Size w of a sliding window, in `[1, 2**40]`, or None. A causal query sees itself and the w - 1 tokens before it;
             in a call that is not causal, also the w - 1 tokens after it. This is `sliding_window=w` in transformers, and
             `window_size=(w - 1, 0)` or `(w - 1, w - 1)` in flash-attn. A window ends at the boundary of a packed document.
+        global_tokens: Number g of first tokens of each document, in `[0, 2**40]`, that every query sees. In a call that is not
+            causal they also see every key. Models that were trained dense need them (StreamingLLM, arXiv 2309.17453).
         heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: each branch has a contiguous group of (key/value)
-            heads, the first `H % K` groups one head larger; offset `i % r_i`; tokens that are not kept give 0. A window is run by
-            all heads.
+            heads, the first `H % K` groups one head larger; offset `i % r_i`; tokens that are not kept give 0. All heads run a
+            window and see the global tokens.
         offsets: Which residue a head keeps when `heads="all"`. `"blocked"`: `h // ceil(H / r)` (torchscale, GigaPath, LongViT).
             `"interleaved"`: `h % r` (the text of the paper).
         zero_padding: Reproduce torchscale's zero keys: keys and values are padded with zeros to whole segments and whole rates,
             and those keys take part in non-causal softmaxes. Where a rate does not divide its segment length, torchscale also
-            shifts the outputs of several segments; this is reproduced in one process, and raises an error over ranks.
-        detach_weights: Reproduce torchscale's gradient, which treats the mixing weights of the branches as constants.
+            shifts the outputs of several segments; this is reproduced in one process, and raises an error over ranks. Not with a
+            window or global tokens, which torchscale has not.
+        detach_weights: Reproduce torchscale's gradient, which treats the mixing weights of the branches as constants. Not with a
+            window or global tokens.
 
     Raises:
-        ValueError: If the tuples are empty without a window, differ in length or hold more than 256, a number is out of range or a
-            rule unknown.
-        TypeError: If a length, a rate or the window is not an integer, or a flag is not a bool.
+        ValueError: If there is no branch, the tuples differ in length or hold more than 256, a number is out of range, a rule is
+            unknown, or one of torchscale's rules comes with a window or global tokens.
+        TypeError: If a number is not an integer, or a flag is not a bool.
     """
 
     segment_lengths: tuple[int, ...] = ()
     dilation_rates: tuple[int, ...] = ()
     window: int | None = field(default=None, kw_only=True)
+    global_tokens: int = field(default=0, kw_only=True)
     heads: Heads = field(default="all", kw_only=True)
     offsets: Offsets = field(default="blocked", kw_only=True)
     zero_padding: bool = field(default=False, kw_only=True)
@@ -74,10 +80,12 @@ class DilatedPattern:
         object.__setattr__(self, "dilation_rates", integer_tuple("dilation_rates", self.dilation_rates))
         if self.window is not None:
             object.__setattr__(self, "window", at_least_one("window", self.window))
-            if self.window > MAX_LENGTH:
-                raise ValueError(f"window must be at most {MAX_LENGTH}, got {self.window}")
-        if not self.segment_lengths and self.window is None:
-            raise ValueError("segment_lengths must hold at least one length if window is None, got ()")
+        object.__setattr__(self, "global_tokens", as_integer("global_tokens", self.global_tokens))
+        for name, number in (("window", self.window or 0), ("global_tokens", self.global_tokens)):
+            if not 0 <= number <= MAX_LENGTH:
+                raise ValueError(f"{name} must be in [{int(name == 'window')}, {MAX_LENGTH}], got {number}")
+        if not self.segment_lengths and self.window is None and not self.global_tokens:
+            raise ValueError("segment_lengths must hold at least one length without a window or global_tokens, got ()")
         if len(self.segment_lengths) > MAX_BRANCHES:
             raise ValueError(
                 f"segment_lengths must hold at most {MAX_BRANCHES} lengths, one for each branch, got {len(self.segment_lengths)}"
@@ -100,6 +108,10 @@ class DilatedPattern:
         for name in ("zero_padding", "detach_weights"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+            if getattr(self, name) and (self.window is not None or self.global_tokens):
+                raise ValueError(
+                    f"{name} must be False beside a window or global_tokens, got True: torchscale, whose rule it is, has neither"
+                )
 
     @classmethod
     def longnet(cls) -> DilatedPattern:
@@ -120,13 +132,16 @@ class DilatedPattern:
         return cls(segment_lengths, dilation_rates, zero_padding=True, detach_weights=True)  # type: ignore[arg-type]
 
     @classmethod
-    def grouped(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int], *, window: int | None = None) -> DilatedPattern:
+    def grouped(
+        cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int], *, window: int | None = None, global_tokens: int = 0
+    ) -> DilatedPattern:
         """A pattern in which each branch has its own contiguous group of heads, as in the popular ports; all heads run a window.
 
         >>> list(DilatedPattern.grouped((8, 16), (1, 2)).head_range(branch=1, num_heads=4))
         [2, 3]
         """
-        return cls(segment_lengths, dilation_rates, window=window, heads="grouped")  # type: ignore[arg-type]
+        options: dict[str, Any] = {"window": window, "global_tokens": global_tokens, "heads": "grouped"}
+        return cls(segment_lengths, dilation_rates, **options)  # type: ignore[arg-type]
 
     @classmethod
     @renamed(num_heads="num_kv_heads, the number of key/value heads")
@@ -200,7 +215,9 @@ class DilatedPattern:
         >>> DilatedPattern((8,), (2,)).to_dict()['segment_lengths']
         [8]
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "window" or self.window is not None}
+        optional = {"window": None, "global_tokens": 0}  # files of versions without them stay readable, and those of this one there
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {name: value for name, value in values.items() if name not in optional or value != optional[name]}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
@@ -221,7 +238,7 @@ class DilatedPattern:
         if unknown:
             raise ValueError(f"pattern keys must be among {sorted(names)}, got {unknown}")
         missing = sorted({"segment_lengths", "dilation_rates"} - set(values))
-        if missing and values.get("window") is None:
+        if missing and values.get("window") is None and not values.get("global_tokens"):
             raise ValueError(f"pattern keys must include segment_lengths and dilation_rates, {missing} missing")
         return cls(**values)
 
@@ -229,24 +246,28 @@ class DilatedPattern:
         """What a notebook shows: segments and window on the diagonal, and the numbers. `draw_pattern` draws who attends to whom."""
         rule = "grouped by branch" if self.heads == "grouped" else f"{self.offsets} offsets"
         flags = [name for name in ("zero_padding", "detach_weights") if getattr(self, name)]
-        branches, window = self.split("the picture of a notebook")
-        words = [*([f"window of {window.size:,} tokens"] if window else []), *(f"{w:,} tokens, rate {r}" for w, r in branches)]
-        return branches_svg(branches, window.size if window else 0, repr(self), [", ".join([rule, *flags]), *words])
+        branches, near = self.split("the picture of a notebook")
+        words = [f"window of {near.window:,} tokens"] * (near.window > 0) + [f"first {near.global_tokens:,}"] * (
+            near.global_tokens > 0
+        )
+        words += [f"{w:,} tokens, rate {r}" for w, r in branches]
+        return branches_svg(branches, near.window, repr(self), [", ".join([rule, *flags]), *words])
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """The branches in order, with segments first and the window last.
+        """The branches in order: segments, the window, the global tokens.
 
-        The class of a branch is its kind: `Segments(segment_length, dilation_rate)` or `Window(size)`.
+        The class of a branch is its kind: `Segments(segment_length, dilation_rate)`, `Window(size)` or `GlobalTokens(count)`.
         """
         segments = tuple(Segments(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates))
-        return segments if self.window is None else (*segments, Window(self.window))
+        window = () if self.window is None else (Window(self.window),)
+        return (*segments, *window, *((GlobalTokens(self.global_tokens),) if self.global_tokens else ()))
 
-    def split(self, consumer: str) -> tuple[tuple[Segments, ...], Window | None]:
-        """The segments and the window, for code that knows both. Branch number `len(segments)` is the window.
+    def split(self, consumer: str) -> tuple[tuple[Segments, ...], Near]:
+        """The branches of segments, and the pairs that count once.
 
         >>> DilatedPattern((8,), (2,), window=4).split("an example")
-        ((Segments(segment_length=8, dilation_rate=2),), Window(size=4))
+        ((Segments(segment_length=8, dilation_rate=2),), Near(window=4, global_tokens=0))
 
         Raises:
             NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
@@ -258,16 +279,8 @@ class DilatedPattern:
         """Whether `detach_weights` changes a gradient: one branch alone has a mixing weight of 1."""
         return self.detach_weights and len(self.branches) > 1
 
-    def segments(self, consumer: str) -> tuple[Segments, ...]:
-        """The branches, for code that knows segments alone.
-
-        Raises:
-            NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
-        """
-        return segments_among(self.branches, consumer)
-
     def kept(self, head: int, num_heads: int, consumer: str) -> tuple[Kept, ...]:
-        """The branches of segments that a head runs, in order, with its offsets. For code that also knows the window.
+        """The branches of segments that a head runs, in order, with its offsets. For code that also knows `split`'s near pairs.
 
         Raises:
             NotImplementedError: As `split`.
@@ -305,15 +318,15 @@ class DilatedPattern:
         """
         branch, num_heads = index_below("branch", branch, len(self.branches)), as_integer("num_heads", num_heads)
         self.check_heads(num_heads)
-        _, window = split_kinds(self.branches[branch : branch + 1], "head_range")
-        if self.heads == "all" or window is not None:
+        segments, _ = split_kinds(self.branches[branch : branch + 1], "head_range")
+        if self.heads == "all" or not segments:
             return range(num_heads)
         size, larger = num_heads // len(self.segment_lengths), num_heads % len(self.segment_lengths)  # a symbol has no divmod
         start = branch * size + min(branch, larger)
         return range(start, start + size + (branch < larger))
 
     def offset(self, branch: int, head: int, num_heads: int) -> int:
-        """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`; 0 for the window.
+        """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`; 0 for other kinds.
 
         >>> DilatedPattern((16,), (4,)).offset(0, head=7, num_heads=8)
         3
@@ -391,8 +404,8 @@ class DilatedPattern:
         """
         num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
         self.check_heads(num_heads)
-        segments, window = self.split("crosses_boundaries")
-        if window is not None and window.size > 1:  # each token sees the one before it
+        segments, near = self.split("crosses_boundaries")
+        if near.window > 1:  # each token sees the one before it
             return None
         block = self.run_of_neighbours
         branches = [(*branch, self.kept_offsets(i, num_heads)) for i, branch in enumerate(segments)]
@@ -423,15 +436,16 @@ class DilatedPattern:
 
     def first_token_without_head(self, num_tokens: int, num_heads: int) -> int | None:
         """The first of the tokens that no head of any branch keeps; None if there is none among the first 1,024."""
-        segments, window = self.split("first_token_without_head")
-        if window is not None:
+        segments, near = self.split("first_token_without_head")
+        if near.window:
             return None
         branches = [(w, r, self.kept_offsets(i, num_heads)) for i, (w, r) in enumerate(segments)]
-        tokens = range(0 if any(len(offsets) == r for _, r, offsets in branches) else min(num_tokens, 1024))
+        is_kept = any(len(offsets) == r for _, r, offsets in branches)
+        tokens = range(near.global_tokens, 0 if is_kept else min(num_tokens, 1024))
         return next((p for p in tokens if all(p % w % r not in offsets for w, r, offsets in branches)), None)
 
     def count_pairs(self, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int:
-        """How many (query, key) pairs are scored, over all heads and branches, a pair joined by m branches counted m times.
+        """How many (query, key) pairs are scored, over all heads and branches, a pair that counts m times counted m times.
 
         >>> DilatedPattern((16,), (1,)).count_pairs(64, num_heads=1), 64 // 16 * 16**2
         (1024, 1024)
@@ -446,9 +460,9 @@ class DilatedPattern:
         if not isinstance(is_causal, bool):
             raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
         num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
-        segments, window = self.split("count_pairs")
-        total = 0 if window is None else num_heads * window.count_pairs(num_tokens, is_causal=is_causal)
+        segments, near = self.split("count_pairs")
+        total = num_heads * near.count_pairs(num_tokens, is_causal=is_causal)
         for branch, (length, rate) in enumerate(segments):
             for run in self.head_runs(branch, num_heads):
-                total += run.heads * Kept(length, rate, run.offset).count_pairs(num_tokens, is_causal=is_causal)
+                total += run.heads * Kept(length, rate, run.offset).count_pairs(num_tokens, is_causal=is_causal, near=near)
         return total

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.bounded_cache import DOCUMENT_BYTES, PIECE_BYTES, recent
-from flexdilated.core.branch import HeadRun, Kept, Window, ceil_div
+from flexdilated.core.branch import HeadRun, Kept, Near, Window, ceil_div
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import uncached
 
@@ -72,6 +72,7 @@ class _Rows(NamedTuple):
 
     first: int
     segments: int
+    skipped: int  # rows of global tokens, before them
     rows: int
     zero_keys: int
 
@@ -178,9 +179,10 @@ def _plan(
 
 def everything_kept(pattern: DilatedPattern) -> int | None:
     """The first branch that keeps every position of every head, if there is one."""
-    segments, window = pattern.split("pieces")
-    found = next((i for i, (_, rate) in enumerate(segments) if rate == 1 and pattern.heads == "all"), None)
-    return len(segments) if found is None and window is not None else found
+    segments, near = pattern.split("pieces")
+    if near:
+        return None if near.global_tokens else len(segments)  # branches of segments leave near pairs out
+    return next((i for i, (_, rate) in enumerate(segments) if rate == 1 and pattern.heads == "all"), None)
 
 
 def branch_order(pattern: DilatedPattern) -> list[int]:
@@ -205,65 +207,95 @@ def segment_pieces(
 
     `runs` are the pattern's `head_runs` of the branch, where they are known.
     """
-    all_segments, window = pattern.split("pieces")
-    if branch == len(all_segments) and window is not None:
-        for run in pattern.head_runs(branch, num_heads, within):
-            yield _window_piece(window, start, num_tokens, run=run, is_causal=is_causal, covers=covers, branch=branch)
+    all_segments, near = pattern.split("pieces")
+    runs = pattern.head_runs(branch, num_heads, within) if runs is None else runs
+    if branch >= len(all_segments):
+        is_window = isinstance(pattern.branches[branch], Window)
+        for run in runs:
+            yield from _near_pieces(
+                near, start, num_tokens, run, is_window=is_window, is_causal=is_causal, covers=covers, branch=branch
+            )
         return
     length, rate = all_segments[branch]
     length = min(length, num_tokens)
-    sizes = list(_segment_sizes(length, num_tokens, segments))
+    sizes = list(_segment_sizes(length, num_tokens, segments, near.global_tokens))
     runs_by_shape: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
-    for run in pattern.head_runs(branch, num_heads, within) if runs is None else runs:
+    for run in runs:
         for rows in _segment_rows(pattern, run.offset, length, rate, is_causal, sizes):
             runs_by_shape.setdefault((rows, run.heads, run.step), []).append(run)
     for (rows, heads, step), equal_runs in runs_by_shape.items():
         for first, offsets, head_step in _affine(equal_runs):
-            yield Piece(
-                token=start + rows.first * length + first.offset,
-                segments=rows.segments,
-                segment_stride=length,
-                offsets=offsets,
-                offset_head_step=head_step,
-                head=first.start,
-                heads=heads,
-                head_step=step,
-                rows=rows.rows,
-                row_stride=rate,
-                key_token=start + rows.first * length + first.offset,
-                keys=rows.rows,
-                low=-UNBOUNDED,
-                high=0 if is_causal else UNBOUNDED,
-                zero_keys=rows.zero_keys,
-                covers=covers,
-                branch=branch,
+            yield from far_boxes(
+                Piece(
+                    token=start + rows.first * length + first.offset + rows.skipped * rate,
+                    segments=rows.segments,
+                    segment_stride=length,
+                    offsets=offsets,
+                    offset_head_step=head_step,
+                    head=first.start,
+                    heads=heads,
+                    head_step=step,
+                    rows=rows.rows,
+                    row_stride=rate,
+                    key_token=start + rows.first * length + first.offset + rows.skipped * rate,
+                    keys=rows.rows,
+                    low=-UNBOUNDED,
+                    high=0 if is_causal else UNBOUNDED,
+                    zero_keys=rows.zero_keys,
+                    covers=covers,
+                    branch=branch,
+                ),
+                near.far_rows(rate),
             )
 
 
-def _window_piece(
-    window: Window, start: int, num_tokens: int, *, run: HeadRun, is_causal: bool, covers: bool, branch: int
-) -> Piece:
-    """A window over a document: all its tokens in one box."""
-    low, high = window.band(is_causal=is_causal) if window.size < num_tokens else (-UNBOUNDED, 0 if is_causal else UNBOUNDED)
-    return Piece(
-        token=start,
-        segments=1,
-        segment_stride=num_tokens,
-        offsets=1,
-        offset_head_step=0,
-        head=run.start,
-        heads=run.heads,
-        head_step=run.step,
-        rows=num_tokens,
-        row_stride=1,
-        key_token=start,
-        keys=num_tokens,
-        low=low,
-        high=high,
-        zero_keys=0,
-        covers=covers,
-        branch=branch,
-    )
+def far_boxes(piece: Piece, apart: int) -> Iterator[Piece]:
+    """The pairs of a square piece whose rows are at least `apart` rows from each other, as one or two squares."""
+    rows = piece.rows - apart
+    if apart == 0:
+        yield piece
+    elif rows > 0:
+        later = {"rows": rows, "keys": rows, "token": piece.token + apart * piece.row_stride}
+        yield piece._replace(**later, high=0)
+        if piece.high != 0:
+            yield piece._replace(rows=rows, keys=rows, key_token=later["token"], low=0, high=UNBOUNDED, part=1)
+
+
+def _near_pieces(
+    near: Near, start: int, num_tokens: int, run: HeadRun, *, is_window: bool, is_causal: bool, covers: bool, branch: int
+) -> Iterator[Piece]:
+    """The window, or the global tokens, over a document: boxes of all its tokens. The window is that of the other tokens."""
+    first = min(near.global_tokens, num_tokens)
+    rest, high = num_tokens - first, 0 if is_causal else UNBOUNDED
+    boxes = [(first, rest, first, rest, -UNBOUNDED, high)]  # first query, queries, first key, keys, band
+    if is_window and near.window < rest:
+        boxes = [(first, rest, first, rest, 1 - near.window, 0 if is_causal else near.window - 1)]
+    elif not is_window and is_causal:
+        boxes = [(0, num_tokens, 0, first, -UNBOUNDED, 0)]
+    elif not is_window:
+        boxes = [(0, first, 0, num_tokens, -UNBOUNDED, high), (first, rest, 0, first, -UNBOUNDED, high)]
+    for part, (query, queries, key, keys, low, high) in enumerate(boxes):
+        if queries:
+            yield Piece(
+                token=start + query,
+                segments=1,
+                segment_stride=num_tokens,
+                offsets=1,
+                offset_head_step=0,
+                head=run.start,
+                heads=run.heads,
+                head_step=run.step,
+                rows=queries,
+                row_stride=1,
+                key_token=start + key,
+                keys=keys,
+                low=low,
+                high=high,
+                zero_keys=0,
+                covers=covers,
+                branch=branch,
+                part=part,
+            )
 
 
 def document_pieces(
@@ -279,23 +311,14 @@ def document_pieces(
     """The boxes of one branch over documents, of each `(first token, number of tokens, segments)`.
 
     Neighbours of equal length share boxes: a document is then one more segment.
-
-    Raises:
-        NotImplementedError: If `detach_weights` needs the lse of a branch of several parts.
     """
 
     runs = pattern.head_runs(branch, num_heads, within)
 
     def pieces(start: int, num_tokens: int, segments: range | None) -> Iterator[Piece]:
-        for piece in segment_pieces(
+        return segment_pieces(
             pattern, branch, start, num_tokens, num_heads, is_causal, within=within, segments=segments, covers=covers, runs=runs
-        ):
-            if piece.part and pattern.detaches:
-                raise NotImplementedError(
-                    f"detach_weights must be False with a branch of kind {type(pattern.branches[branch]).__name__}, whose keys are "
-                    "in several pieces, got True"
-                )
-            yield piece
+        )
 
     if len(documents) == 1:  # whose length a compiler may know by a symbol alone
         yield from pieces(*documents[0])
@@ -323,10 +346,19 @@ def _repeated(piece: Piece, shift_tokens: int, count: int, stride: int) -> Itera
         yield piece.moved(shift_tokens + first)
 
 
-def _segment_sizes(length: int, num_tokens: int, segments: range | None) -> Iterator[_Sizes]:
-    """Whole segments, then the shorter last one: the number of the first, how many, and their tokens."""
+def _segment_sizes(length: int, num_tokens: int, segments: range | None, global_tokens: int) -> Iterator[_Sizes]:
+    """Whole segments, then the shorter last one: the number of the first, how many, and their tokens.
+
+    Segments that hold global tokens come one by one.
+    """
     num_whole, last_size = divmod(num_tokens, length)
-    for first, end, size in ((0, num_whole, length), (num_whole, num_whole + 1, last_size)):
+    with_global = min(ceil_div(global_tokens, length), num_whole)
+    runs = [
+        *((i, i + 1, length) for i in range(with_global)),
+        (with_global, num_whole, length),
+        (num_whole, num_whole + 1, last_size),
+    ]
+    for first, end, size in runs:
         if segments is not None:
             first, end = max(first, segments.start), min(end, segments.stop)
         if size and first < end:
@@ -336,12 +368,13 @@ def _segment_sizes(length: int, num_tokens: int, segments: range | None) -> Iter
 def _segment_rows(
     pattern: DilatedPattern, offset: int, length: int, rate: int, is_causal: bool, sizes: list[_Sizes]
 ) -> Iterator[_Rows]:
-    """The rows that one offset keeps of segments of some sizes."""
-    padded = ceil_div(length, rate)  # rows of any offset in a segment that is padded to whole rates
+    """The rows that one offset keeps of segments of some sizes, after those of the global tokens."""
+    padded, kept = ceil_div(length, rate), Kept(length, rate, offset)  # rows of any offset in a segment padded to whole rates
     for first, count, size in sizes:
-        rows = Kept(length, rate, offset).rows(size)
+        skipped = kept.rows(min(max(pattern.global_tokens - first * length, 0), size))
+        rows = kept.rows(size) - skipped
         if rows:
-            yield _Rows(first, count, rows, padded - rows if pattern.zero_padding and not is_causal else 0)
+            yield _Rows(first, count, skipped, rows, padded - rows if pattern.zero_padding and not is_causal else 0)
 
 
 def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:

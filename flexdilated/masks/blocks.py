@@ -2,7 +2,8 @@
 
 Rows are the blocks of one side (queries, say), columns those of the other. A branch joins a row block and a column block inside a
 segment that both touch and where both hold a kept position. Segments and kept positions are arithmetic progressions, so every row's
-columns come as a few runs of consecutive blocks, and the union over branches is a union of intervals. A window is one run per row.
+columns come as a few runs of consecutive blocks, and the union over branches is a union of intervals. A window is one run per row,
+and so are the global tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.branch import Kept, Window
+from flexdilated.core.branch import NONE, Kept, Near
 from flexdilated.core.pattern import DilatedPattern
 
 Direction = Literal["any", "before", "after"]  # which columns a row may see: all positions, none after its own, none before
-HeadBranch = Kept | Window  # a branch as one head runs it
+HeadBranch = Kept | Near  # a branch as one head runs it
 
 PAIRS = 1 << 20  # looked at together, in the rare blocks that need it
 
@@ -36,17 +37,19 @@ class BlockLists(NamedTuple):
 def head_branches(pattern: DilatedPattern, head: int, num_heads: int, seq_len: int) -> tuple[HeadBranch, ...]:
     """The distinct branches that a key/value head runs, cut to the sequence. A window as long as the sequence is a segment."""
     branches = {branch._replace(length=min(branch.length, seq_len)) for branch in pattern.kept(head, num_heads, "block masks")}
-    window = pattern.split("block masks")[1]
-    if window is None or window.size < seq_len:
-        return (*sorted(branches), *([] if window is None else [window]))
-    return tuple(sorted({*branches, Kept(seq_len, 1, 0)}))
+    near = pattern.split("block masks")[1]
+    if max(near) >= seq_len:
+        return tuple(sorted({*branches, Kept(seq_len, 1, 0)}))
+    return (*sorted(branches), *([near] if near else []))
 
 
 def most_columns(pattern: DilatedPattern, row_size: int, column_size: int) -> int:
     """An upper bound on the blocks that a row joins, for sequences of any length."""
-    segments, window = pattern.split("block masks")
+    segments, near = pattern.split("block masks")
+    if near.global_tokens:  # some rows join all
+        return 1 << 40
     spans = [length if length % row_size == 0 else 2 * length + row_size for length, _ in segments]
-    spans += [] if window is None else [row_size + 2 * (window.size - 1)]
+    spans += [row_size + 2 * (near.window - 1)] if near.window else []
     return sum(span // column_size + 2 for span in spans)
 
 
@@ -111,10 +114,8 @@ def _runs(branch: HeadBranch, seq_len: int, row_size: int, column_size: int, dir
     """`(row block, first column block, last column block)` of one branch; every block of a run is joined."""
     starts = torch.arange(0, seq_len, row_size)
     ends = (starts + row_size).clamp(max=seq_len)
-    if isinstance(branch, Window):
-        before, after = (0 if direction == other else branch.size - 1 for other in ("after", "before"))
-        first, last = (starts - before).clamp(min=0), (ends - 1 + after).clamp(max=seq_len - 1)
-        return torch.arange(len(starts)), first // column_size, last // column_size
+    if isinstance(branch, Near):
+        return _near_runs(branch, starts, ends, seq_len, column_size, direction)
     length, rate, offset = branch
     first_segment = starts // length
     num_segments = (ends - 1) // length - first_segment + 1
@@ -138,6 +139,29 @@ def _runs(branch: HeadBranch, seq_len: int, row_size: int, column_size: int, dir
     entry = torch.repeat_interleave(num_kept)
     column = (column_first[entry] + _within(num_kept) * rate) // column_size
     return row[entry], column, column
+
+
+def _near_runs(
+    near: Near, starts: Tensor, ends: Tensor, seq_len: int, column_size: int, direction: Direction
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_runs` of a window and of global tokens, for rows from `starts` to `ends`."""
+    row = torch.arange(len(starts))
+    runs = []
+    if near.window:
+        before, after = (0 if direction == other else near.window - 1 for other in ("after", "before"))
+        runs.append((row, (starts - before).clamp(min=0), (ends - 1 + after).clamp(max=seq_len - 1)))
+    if near.global_tokens:
+        first, last = torch.zeros_like(row), torch.full_like(row, near.global_tokens - 1)
+        if direction == "before":
+            runs.append((row, first, torch.minimum(last, ends - 1)))
+        else:  # rows of global tokens see all columns, or those after them
+            is_global = starts < near.global_tokens
+            first = starts if direction == "after" else first
+            runs.append((row[is_global], first[is_global], torch.full_like(row[is_global], seq_len - 1)))
+        if direction == "any":
+            runs.append((row, torch.zeros_like(row), last))
+    row, first, last = (torch.cat(parts) for parts in zip(*runs))
+    return row, first // column_size, last // column_size
 
 
 def _union(row: Tensor, first: Tensor, last: Tensor, pitch: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,7 +194,7 @@ def _full_columns(
     first_token = torch.arange(0, seq_len, row_size)
     last_token = first_token + row_size - 1
     lengths = [branch.length for branch in branches if isinstance(branch, Kept) and branch.rate == 1]
-    sizes = [branch.size for branch in branches if isinstance(branch, Window)]
+    sizes = [branch.window for branch in branches if isinstance(branch, Near) and branch.window]
     if not lengths and not sizes:
         return torch.ones_like(first_token), torch.zeros_like(first_token)
     down = [last_token // w * w for w in lengths] + [(last_token + 1 - size).clamp(min=0) for size in sizes]
@@ -194,27 +218,29 @@ def _completed(
     column: Tensor,
     full: Tensor,
 ) -> Iterator[int]:
-    """Blocks that become full only because a dilated branch adds the few pairs that a window and rate-1 branches leave.
+    """Blocks that become full only because a dilated branch or global tokens add the few pairs that others leave.
 
     Dilated branches join positions whose distance is a multiple of a rate. What branches of rate 1 leave of a block is nothing,
     or, when all borders of the longest are borders of the others, at least a row, a column or a pair of neighbours: too much for
     the dilated ones unless every distance in a whole run has one of their rates for a divisor. Only where neither argument settles
-    it are blocks looked at. A window changes this only for blocks that it joins in part.
+    it are blocks looked at. A window changes this only for blocks that it joins in part, and so do global tokens.
     """
     segments = [branch for branch in branches if isinstance(branch, Kept)]
-    window = max((branch.size for branch in branches if isinstance(branch, Window)), default=0)
+    near = next((branch for branch in branches if isinstance(branch, Near)), NONE)
     lengths = sorted({branch.length for branch in segments if branch.rate == 1})
     rates = {branch.rate for branch in segments if branch.rate > 1}
     prime = [r for r in rates if not any(r % other == 0 for other in rates - {r})]
     run = min(row_size, column_size)
-    is_settled = all(lengths[-1] % w == 0 for w in lengths) and sum(ceil(run / r) for r in prime) < run
-    if not prime or (is_settled and not window):
+    is_settled = not prime or (all(lengths[-1] % w == 0 for w in lengths) and sum(ceil(run / r) for r in prime) < run)
+    if is_settled and not near:
         return
     is_inside = ((row + 1) * row_size <= seq_len) & ((column + 1) * column_size <= seq_len) & ~full
     if is_settled:
-        is_inside &= (row * row_size - (column + 1) * column_size + 1 < window) & (
-            column * column_size - (row + 1) * row_size + 1 < window
+        is_near = (row * row_size - (column + 1) * column_size + 1 < near.window) & (
+            column * column_size - (row + 1) * row_size + 1 < near.window
         )
+        is_near &= bool(prime)
+        is_inside &= is_near | (row * row_size < near.global_tokens) | (column * column_size < near.global_tokens)
     candidates = is_inside.nonzero()[:, 0]
     # Check corners first, the most distant ones before the others: few blocks have them all.
     for i, j in ((-1, 0), (0, -1), (0, 0), (-1, -1)):

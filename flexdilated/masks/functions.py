@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.branch import Kept, Window
+from flexdilated.core.branch import Kept, Near
 from flexdilated.core.call import MaskMod, ScoreMod
 from flexdilated.core.checks import check_losses
 from flexdilated.core.integers import is_integer
@@ -55,14 +56,20 @@ def dilated_score_mod(
     >>> score_mod(torch.zeros(3), 0, 0, torch.tensor(0), torch.tensor([3, 7, 8])).exp().round().tolist()
     [2.0, 1.0, 0.0]
 
-    A key that m branches join counts m times in the softmax. A pair that none joins gets -inf, so the mask only saves work.
-    The arguments are those of `dilated_mask_mod`.
+    A key that m branches of segments join counts m times in the softmax, and a pair of the window or the global tokens once. A pair
+    that no branch joins gets -inf, so the mask only saves work. The arguments are those of `dilated_mask_mod`.
+
+    A pattern in which every pair counts once, such as a window, global tokens and one branch of segments, needs no score function:
+    `flex_attention` with its mask alone computes it, in less time.
 
     Raises:
         TypeError: As `dilated_mask_mod`.
         ValueError: As `dilated_mask_mod`.
         NotImplementedError: As `dilated_mask_mod`; or if `detach_weights` would change the gradient, which is then not that of any
             score function.
+
+    Warns:
+        UserWarning: Once, if every pair of the pattern counts once.
     """
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
     if pattern.detach_weights and has_several(pattern):
@@ -70,17 +77,28 @@ def dilated_score_mod(
             "pattern must have detach_weights=False, got True: constant mixing weights are the gradient of no score_mod; use "
             "dataclasses.replace(pattern, detach_weights=False), which has the same outputs, or flexdilated.dilated_attention"
         )
+    if not has_several(pattern) and not torch.compiler.is_compiling():
+        _say_unneeded()
     return uncached(score_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
 
 
+@lru_cache(maxsize=1)  # once
+def _say_unneeded() -> None:
+    warnings.warn(
+        "dilated_score_mod is not needed for this pattern: every pair counts once, and flex_attention with the block mask alone gives "
+        "the same result in less time",
+        stacklevel=3,
+    )
+
+
 def has_several(pattern: DilatedPattern) -> bool:
-    """Whether a head may run more than one branch."""
-    return len(pattern.branches) > 1 and (pattern.heads == "all" or pattern.window is not None)
+    """Whether a pair may count more than once: a head may run several branches of segments."""
+    return len(pattern.split("masks")[0]) > 1 and pattern.heads == "all"
 
 
 @lru_cache(maxsize=128)
 def mask_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_causal: bool) -> MaskMod:
-    clauses, group = _clauses(pattern, num_kv_heads), num_heads // num_kv_heads
+    clauses, group = [*_clauses(pattern, num_kv_heads), *_near(pattern)], num_heads // num_kv_heads
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         joined = clauses[0].joins(h // group, q_idx, kv_idx)
@@ -94,12 +112,14 @@ def mask_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_c
 
 @lru_cache(maxsize=128)
 def score_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_causal: bool) -> ScoreMod:
-    clauses, group = _clauses(pattern, num_kv_heads), num_heads // num_kv_heads
+    clauses, near, group = _clauses(pattern, num_kv_heads), _near(pattern), num_heads // num_kv_heads
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        count = clauses[0].joins(h // group, q_idx, kv_idx).to(score.dtype)
-        for clause in clauses[1:]:
+        count = torch.zeros_like(score)
+        for clause in clauses:
             count = count + clause.joins(h // group, q_idx, kv_idx).to(score.dtype)
+        for clause in near:
+            count = torch.where(clause.joins(h // group, q_idx, kv_idx), 1.0, count)
         score = score + torch.log(count)
         return torch.where(q_idx >= kv_idx, score, -math.inf) if is_causal else score
 
@@ -107,14 +127,14 @@ def score_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_
     return score_mod
 
 
-class _WindowClause(NamedTuple):
-    """The window of a mask; all heads run it."""
+class _NearClause(NamedTuple):
+    """The window and the global tokens of a mask, in all heads."""
 
-    window: Window
+    near: Near
 
     def joins(self, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Whether the key is in the window of the query."""
-        joined: Tensor = self.window.joins(*(_holding(x, self.window.size) for x in (q_idx, kv_idx)))
+        """Whether the pair is one of the window or of the global tokens."""
+        joined: Tensor = self.near.joins(*(_holding(x, max(self.near)) for x in (q_idx, kv_idx)))
         return joined
 
 
@@ -139,8 +159,14 @@ def _holding(x: Tensor, length: int) -> Tensor:
     return x if not isinstance(x, Tensor) or (x.dtype.is_signed and length <= torch.iinfo(x.dtype).max) else x.long()
 
 
-def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause | _WindowClause, ...]:
-    """The clause of each branch, in terms of key/value heads."""
+def _near(pattern: DilatedPattern) -> tuple[_NearClause, ...]:
+    """The clause of the pairs that count once, if there are any."""
+    near = pattern.split("masks")[1]
+    return (_NearClause(near),) if near else ()
+
+
+def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
+    """The clause of each branch of segments, in terms of key/value heads."""
 
     def offset_rule(branch: int, rate: int) -> Callable[[Tensor], Tensor | int]:
         if pattern.heads == "grouped":
@@ -150,17 +176,18 @@ def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause | _Window
             return lambda h: h // sharing
         return lambda h: h % rate
 
-    clauses: list[_Clause | _WindowClause] = []
-    segments, window = pattern.split("masks")
-    for i, (length, rate) in enumerate(segments):
+    clauses = []
+    for i, (length, rate) in enumerate(pattern.split("masks")[0]):
         heads = pattern.head_range(i, num_heads)
         clauses.append(_Clause(length, rate, heads, len(heads) == num_heads, offset_rule(i, rate)))
-    return tuple(clauses) if window is None else (*clauses, _WindowClause(window))
+    return tuple(clauses)
 
 
 def _label(pattern: DilatedPattern, is_causal: bool) -> str:
-    segments, window = pattern.split("masks")
-    branches = "_".join([f"w{length}r{rate}" for length, rate in segments] + ([] if window is None else [f"window{window.size}"]))
+    segments, near = pattern.split("masks")
+    names = [f"w{length}r{rate}" for length, rate in segments]
+    names += [f"{name}{number}" for name, number in zip(("window", "global"), near) if number]
+    branches = "_".join(names)
     rule = "grouped" if pattern.heads == "grouped" else pattern.offsets
     return f"{branches}_{rule}{'_causal' if is_causal else ''}"
 

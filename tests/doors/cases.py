@@ -32,9 +32,13 @@ KINDS: dict[str, DilatedPattern] = {
     "window": DilatedPattern(window=6),
     "window + far": DilatedPattern.causal(TOKENS, HEADS, window=5),
     "window + two segments": DilatedPattern((7, 23), (1, 3), window=4),
-    "window + far, detached": DilatedPattern((29,), (3,), window=9, detach_weights=True),
+    "detached": DilatedPattern((13, 29), (1, 3), detach_weights=True),
     "window, grouped": DilatedPattern((11, 29), (2, 3), window=3, heads="grouped"),
     "residues without heads": DilatedPattern((29,), (5,), window=7),
+    "window + far + first tokens": DilatedPattern((29,), (3,), window=5, global_tokens=2),
+    "window + two segments + first tokens": DilatedPattern((7, 23), (1, 3), window=4, global_tokens=9),
+    "first tokens, grouped": DilatedPattern((11, 29), (2, 3), global_tokens=4, heads="grouped"),
+    "window + first tokens": DilatedPattern(window=6, global_tokens=3),
 }
 
 
