@@ -102,10 +102,11 @@ def split_kinds(branches: Iterable[object], consumer: str) -> tuple[tuple[Segmen
     Raises:
         NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
     """
-    branches = (*branches,)
-    windows = [branch for branch in branches if isinstance(branch, Window)]
-    others = [branch for branch in branches if not isinstance(branch, Window)] if windows else branches
-    return segments_among(others, consumer), windows[0] if windows else None
+    *others, last = branches
+    window = last if isinstance(last, Window) else None
+    if not isinstance(last, (Segments, Window)):  # it is named before a window that stands before it
+        others = []
+    return segments_among(others if window else (*others, last), consumer), window
 
 
 def segments_among(branches: Iterable[object], consumer: str) -> tuple[Segments, ...]:
