@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from flexdilated.backends.flex.cost import BLOCK, Shape, fused_cost, mergeable
+from flexdilated.backends.flex.cost import BLOCK, Shape, fused_cost, is_one_sequence
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.triton.groups import together
 from flexdilated.core.pattern import DilatedPattern
@@ -288,7 +288,7 @@ def _is_lane_view(rows: _Rows, heads: int, group: int) -> bool:
 
 def _are_lanes(piece: Piece, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether a box `b s o h g r` is a view as lanes."""
-    together = ((0, 2), (3, 4), (1, 5)) if mergeable(piece) else ((0, 1, 2), (3, 4), (5,))
+    together = ((0, 2), (3, 4), (1, 5)) if is_one_sequence(piece) else ((0, 1, 2), (3, 4), (5,))
     return all(_merges(tuple(sizes[i] for i in dims), tuple(strides[i] for i in dims)) for dims in together)
 
 

@@ -104,6 +104,8 @@ def split_kinds(branches: Iterable[object], consumer: str) -> tuple[tuple[Segmen
     """
     *others, last = branches
     window = last if isinstance(last, Window) else None
+    if not isinstance(last, (Segments, Window)):  # it is named before a window that stands before it
+        others = []
     return segments_among(others if window else (*others, last), consumer), window
 
 

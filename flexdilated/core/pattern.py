@@ -301,10 +301,12 @@ class DilatedPattern:
         Raises:
             ValueError: If the pattern has no such branch, or more groups of heads than there are heads.
             TypeError: If a number is not an integer.
+            NotImplementedError: As `split`.
         """
         branch, num_heads = index_below("branch", branch, len(self.branches)), as_integer("num_heads", num_heads)
         self.check_heads(num_heads)
-        if self.heads == "all" or branch == len(self.segment_lengths):
+        _, window = split_kinds(self.branches[branch : branch + 1], "head_range")
+        if self.heads == "all" or window is not None:
             return range(num_heads)
         size, larger = num_heads // len(self.segment_lengths), num_heads % len(self.segment_lengths)  # a symbol has no divmod
         start = branch * size + min(branch, larger)
@@ -319,11 +321,13 @@ class DilatedPattern:
         Raises:
             ValueError: If there is no such branch or head.
             TypeError: If a number is not an integer.
+            NotImplementedError: As `split`.
         """
         branch, head = index_below("branch", branch, len(self.branches)), index_below("head", head, num_heads)
-        if branch == len(self.segment_lengths):
+        segments, _ = split_kinds(self.branches[branch : branch + 1], "offset")
+        if not segments:
             return 0
-        rate = self.dilation_rates[branch]
+        rate = segments[0].dilation_rate
         if self.heads == "grouped":
             return branch % rate
         if self.offsets == "interleaved":

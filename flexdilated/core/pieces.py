@@ -21,8 +21,8 @@ class Piece(NamedTuple):
     """`segments x offsets x heads` independent softmaxes of `rows` queries and `keys` keys each: strided boxes of `(B, N, H, D)`.
 
     Query row `l` in segment `s`, offset `c` and head `j` is token `token + s * segment_stride + c + l * row_stride` of key/value
-    head `head + c * offset_head_step + j * head_step`. Key rows are counted from `key_token` in the same way. The boxes of
-    queries and keys are equal for segments, and may differ for a window. Pairs with `low <= key row - query row <= high` join.
+    head `head + c * offset_head_step + j * head_step`. Key rows are counted from `key_token` in the same way. Pairs with
+    `low <= key row - query row <= high` join. Consumers read the two boxes and the band, never the kind of the branch.
     """
 
     token: int  # token of segment 0, offset 0, row 0
@@ -40,8 +40,9 @@ class Piece(NamedTuple):
     low: int  # smallest `key row - query row` of a joined pair
     high: int  # largest `key row - query row` of a joined pair
     zero_keys: int  # number of torchscale's zero keys in every softmax
-    covers: bool  # belongs to the first branch, whose pieces hold every position of every head exactly once
-    branch: int  # index into `pattern.branches`; pieces of one branch of segments have no output row in common
+    covers: bool  # belongs to the first branch, whose pieces have every row of every head once as query, and once as key
+    branch: int  # index into `pattern.branches`
+    part: int = 0  # planned pieces of one part of a branch have no query row and no key row in common
 
     @property
     def is_banded(self) -> bool:
@@ -278,14 +279,23 @@ def document_pieces(
     """The boxes of one branch over documents, of each `(first token, number of tokens, segments)`.
 
     Neighbours of equal length share boxes: a document is then one more segment.
+
+    Raises:
+        NotImplementedError: If `detach_weights` needs the lse of a branch of several parts.
     """
 
     runs = pattern.head_runs(branch, num_heads, within)
 
     def pieces(start: int, num_tokens: int, segments: range | None) -> Iterator[Piece]:
-        return segment_pieces(
+        for piece in segment_pieces(
             pattern, branch, start, num_tokens, num_heads, is_causal, within=within, segments=segments, covers=covers, runs=runs
-        )
+        ):
+            if piece.part and pattern.detaches:
+                raise NotImplementedError(
+                    f"detach_weights must be False with a branch of kind {type(pattern.branches[branch]).__name__}, whose keys are "
+                    "in several pieces, got True"
+                )
+            yield piece
 
     if len(documents) == 1:  # whose length a compiler may know by a symbol alone
         yield from pieces(*documents[0])

@@ -18,6 +18,7 @@ from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_atten
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
 from flexdilated.core.call import Call
+from flexdilated.core.pieces import UNBOUNDED
 from tests.backends import flex_emulation
 from tests.backends.mods import LONGEST, Mods
 from tests.backends.mods import run as run_mods
@@ -182,8 +183,9 @@ def run_rows(attend: Any, is_causal: bool, modified: bool, device: str, dtype: t
     q, k, v, table = draw(3, 2, 300, 64), draw(3, 1, 421, 64), draw(3, 1, 421, 64), draw(4, 4096)
     dout, ignored = draw(3, 2, 300, 64).detach(), (torch.rand(3, 421, generator=generator) < 0.2).to(device)
     heads = torch.tensor([[0, 1], [2, 3], [0, 1]], dtype=torch.int32, device=device)
-    first = torch.tensor([7, 9, 1200], dtype=torch.int32, device=device)
-    lanes = Lanes(torch.tensor([0, 0, 1], dtype=torch.int32, device=device), heads, first, 3, 110, 0)
+    first = torch.tensor([337, 339, 1530], dtype=torch.int32, device=device)
+    band = -UNBOUNDED, 110 if is_causal else UNBOUNDED
+    lanes = Lanes(torch.tensor([0, 0, 1], dtype=torch.int32, device=device), heads, first, 3, -330, band)
     functions = {
         "score_mod": lambda s, b, h, i, j: s + table[h, i - j + 2048].to(s.dtype) * (b + 1),
         "mask_mod": lambda b, h, i, j: (i - j) % 5 != h,

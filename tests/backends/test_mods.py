@@ -472,7 +472,7 @@ def test_packed_pieces_of_several_blocks(is_causal: bool, ignored: float | None,
 
 def test_packed_lanes_beyond_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, "packed")
-    monkeypatch.setattr(flexdilated.backends.flex.backend, "GRID_LIMIT", 4)
+    monkeypatch.setattr(flexdilated.backends.flex.rows, "GRID_LIMIT", 4)
     case = Case(DilatedPattern((5, 10), (2, 3)), batch=3, num_tokens=43, kv_heads=3)  # rates that do not divide: a lane per segment
     assert_flex_backend_as_the_oracle(case, Mods("table", "thirds"))
     assert_flex_backend_as_the_oracle(Case(PATTERN, batch=3, ignored=0.3), Mods("table", "prefix"))

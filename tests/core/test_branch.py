@@ -29,7 +29,7 @@ from flexdilated import (
 )
 from flexdilated.backends.autograd import portable
 from flexdilated.backends.autograd.grids import draw_grids
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import Kept, Segments, Window
 from flexdilated.core.call import Call
 from flexdilated.core.encoding import decode, encode
 from flexdilated.core.pieces import plan_pieces
@@ -131,6 +131,20 @@ def test_consumers_refuse_a_kind_of_branch_that_they_do_not_know(entry: str) -> 
         NotImplementedError, match=r"^[\w' ]+ must get branches of kind Segments, got a branch of kind Comet: Comet"
     ):
         (ENTRIES | ENTRIES_OF_BRANCHES)[entry](COMET, 4)
+
+
+@pytest.mark.parametrize("branches", [(Segments(5, 2), Comet(3), Window(4)), (Segments(5, 2), Window(4), Comet(3))])
+def test_the_unknown_kind_is_named_wherever_it_stands(branches: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, branch = DilatedPattern((5,), (2,), window=4), branches.index(Comet(3))
+    monkeypatch.setattr(DilatedPattern, "branches", property(lambda self: branches))
+    for call in (
+        lambda: pattern.split("a test"),
+        lambda: pattern.head_runs(branch, 4),
+        lambda: pattern.offset(branch, 0, 4),
+        lambda: pattern.head_range(branch, 4),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^[\w ]+ must get branches of kind Segments, got a branch of kind Comet"):
+            call()
 
 
 @pytest.mark.parametrize("entry", [*ENTRIES, *ENTRIES_OF_HEADS])

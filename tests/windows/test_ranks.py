@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern
+from flexdilated.backends.dense.windows import band_blocks
 from flexdilated.core.pieces import UNBOUNDED
 from flexdilated.distributed.planner import cost_model, message_rows
 from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
-from flexdilated.distributed.runtime.task_attention import _blocks
 from tests.backends.test_mods import Mods
 from tests.distributed import test_functions, test_parallel
 from tests.distributed.cases import ShardedCase, random_case
@@ -98,7 +98,7 @@ def test_kernel_calls_of_a_band_are_its_pairs_and_no_row_without_a_key() -> None
         queries, keys = (sorted(rng.choices(range(24), k=2)) for _ in range(2))
         low, high = rng.choice([-UNBOUNDED, rng.randint(-9, 2)]), rng.choice([UNBOUNDED, rng.randint(2, 9)])
         found: Counter[tuple[int, int]] = Counter()
-        for block in _blocks((queries[0], queries[1]), (keys[0], keys[1]), (low, high)):
+        for block in band_blocks((queries[0], queries[1]), (keys[0], keys[1]), (low, high)):
             pairs = [
                 (i, j)
                 for row, i in enumerate(range(block.rows.start, block.rows.stop))

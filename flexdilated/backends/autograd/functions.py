@@ -20,20 +20,21 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated.backends.autograd.combine import heads_of, mix, read, tokens_of
+from flexdilated.backends.autograd.combine import PartialOutput, heads_of, mix, read, tokens_of
 from flexdilated.backends.autograd.grids import Grid, draw_grids, locate, locate_near, num_parts, tile
 from flexdilated.backends.autograd.records import attend_recorded
 from flexdilated.backends.dense.windows import dense_pieces
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, fold_in, refuse_draws_again
-from flexdilated.core.branch import Kept, Window
+from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call, MaskMod, ScoreMod, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.lse import accumulated, mix_branches, normalised, with_zero_keys
-from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
+from flexdilated.core.pieces import UNBOUNDED, Piece, arrange, plan_pieces, runs_of
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_exporting, is_symbolic, refuse_traced_derivatives, uncached
 
+Band = tuple[int, int]  # the smallest and the largest `kv_idx - q_idx` of joined pairs, UNBOUNDED where there is none
 SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
 
 
@@ -109,10 +110,12 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
             tokens = start if order.tokens is None else order.tokens[start : start + length]
             results = [
                 (piece, *attend_piece(q_d, k_d, v_d, key_padding_mask=mask_d, tokens=tokens, piece=piece, call=call))
-                for piece in uncached(dense_pieces)(pieces, masks=True, alone=True)
+                for piece in uncached(dense_pieces)(pieces, "mask", alone=True)
             ]
-            layers = [[part for part in results if part[0].branch == i] for i in range(len(pattern.branches))]
-            out, lse = mix(layers, q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
+            layers: dict[tuple[int, int], list[PartialOutput]] = {(i, 0): [] for i in range(len(pattern.branches))}
+            for result in results:
+                layers.setdefault((result[0].branch, result[0].part), []).append(result)
+            out, lse = mix([*layers.values()], q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
             outs.append(out)
             lses.append(lse)
     return order.put(torch.cat(outs, dim=1)), order.put(torch.cat(lses, dim=2), 2)
@@ -123,7 +126,6 @@ def attend_piece(
 ) -> tuple[Tensor, Tensor]:
     """Out `b s o h g r d` and lse `b s o h g r` of a piece; `tokens`: the first token that q holds, or `(N,)`, all of them."""
     group, device, of_keys = q.shape[2] // k.shape[2], q.device, piece.of_keys()
-    segments, window = call.pattern.split("functions")
     positions = tokens_of(piece, device), tokens_of(of_keys, device)
     queries, keys = (tokens[x] if isinstance(tokens, Tensor) else tokens + x for x in positions)
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None, None, None]
@@ -132,14 +134,15 @@ def attend_piece(
     if key_padding_mask is not None:
         ignored = read(key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1), of_keys)[..., None, :, 0]
     pairs = queries[None, :, :, None, None, :, None], keys[None, :, :, None, None, None, :]
-    window = window if piece.branch == len(segments) else None
+    shift = piece.key_token - piece.token
+    band = [bound if abs(bound) == UNBOUNDED else shift + bound * piece.row_stride for bound in (piece.low, piece.high)]
     tensors = read(q, piece, group=group), read(k, of_keys), read(v, of_keys)
     rows = Rows(*tensors, ignored=ignored, b=b, h=h, q_idx=pairs[0], kv_idx=pairs[1])
-    out, lse = attend_lanes(rows, call, window)
+    out, lse = attend_lanes(rows, call, (band[0], band[1]))
     return with_zero_keys(out, lse, piece.zero_keys)
 
 
-def attend_lanes(rows: Rows, call: Call, window: Window | None = None) -> tuple[Tensor, Tensor]:
+def attend_lanes(rows: Rows, call: Call, band: Band) -> tuple[Tensor, Tensor]:
     """`attend_rows` in chunks of lanes (dim 1) and queries, each with about `SCORES` scores."""
     lanes, num_rows = rows.q.shape[1], rows.q.shape[-2]
     per_row = max(1, known_batch(rows.q.shape[0]) * math.prod(rows.q.shape[2:-2]) * rows.k.shape[-2])
@@ -151,7 +154,7 @@ def attend_lanes(rows: Rows, call: Call, window: Window | None = None) -> tuple[
     outs, lses = [], []
     for part in map(Rows._make, zip(*split)):
         queries = zip(part.q.split(max_rows, dim=-2), part.q_idx.split(max_rows, dim=-2))
-        chunks = [attend_rows(part._replace(q=q, q_idx=q_idx), call, window) for q, q_idx in queries]
+        chunks = [attend_rows(part._replace(q=q, q_idx=q_idx), call, band) for q, q_idx in queries]
         outs.append(torch.cat([out for out, _ in chunks], dim=-2))
         lses.append(torch.cat([lse for _, lse in chunks], dim=-1))
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
@@ -162,18 +165,18 @@ def known_batch(batch: int) -> int:
     return 1 if is_exporting() and is_symbolic(batch) else batch
 
 
-def attend_rows(rows: Rows, call: Call, window: Window | None = None) -> tuple[Tensor, Tensor]:
+def attend_rows(rows: Rows, call: Call, band: Band) -> tuple[Tensor, Tensor]:
     """Attention of some queries over the keys of their segments or window.
 
     The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
     """
     if not torch.is_grad_enabled() or is_transformed(*rows[:3]) or is_exporting():
-        return _attend(*rows, call, window)
+        return _attend(*rows, call, band)
     if torch.compiler.is_compiling():
         # Symbols must be used outside of checkpoints first, or a second checkpoint does not find them (torch 2.13).
         call = call.replaced(scale=call.checked_scale() * 1.0, dropout_p=call.dropout_p if call.dropout_p > 0.0 else 0.0)
-        return checkpoint(_attend, *rows, call, window, use_reentrant=False)
-    return attend_recorded(partial(_attend, window=window), rows, call)
+        return checkpoint(_attend, *rows, call, band, use_reentrant=False)
+    return attend_recorded(partial(_attend, band=band), rows, call)
 
 
 def _attend(
@@ -186,15 +189,17 @@ def _attend(
     q_idx: Tensor,
     kv_idx: Tensor,
     call: Call,
-    window: Window | None,
+    band: Band,
 ) -> tuple[Tensor, Tensor]:
     """`attend_rows` without recomputation."""
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
     group, rows = q.shape[-3:-1]
     scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
     scores, visible = _modify(scores, b, h, q_idx=q_idx, kv_idx=kv_idx, score_mod=call.score_mod, mask_mod=call.mask_mod)
-    causal, near = kv_idx <= q_idx if call.is_causal else None, None if window is None else window.joins(q_idx, kv_idx)
-    for condition in (visible, causal, near, None if ignored is None else ~ignored):
+    low, high = band
+    late = None if high == UNBOUNDED else kv_idx <= q_idx if high == 0 else kv_idx - q_idx <= high
+    early = None if low == -UNBOUNDED else kv_idx - q_idx >= low
+    for condition in (visible, late, early, None if ignored is None else ~ignored):
         if condition is not None:
             scores = torch.where(condition, scores, -math.inf)
     weights, lse = normalised(scores, dim=-1)
@@ -257,6 +262,7 @@ def _attend_grid(
     (num_tokens, heads), kv_heads, device = q.shape[1:3], k.shape[2], q.device
     group = heads // kv_heads
     (length, rate), window = tile(pattern, branch, "grids")
+    band = (-UNBOUNDED, 0 if call.is_causal else UNBOUNDED) if window is None else window.band(is_causal=call.is_causal)
     run = pattern.head_range(branch, kv_heads)
     offsets = torch.tensor([pattern.offset(branch, head, kv_heads) for head in run], device=device)  # (G,)
     lane = grid.lanes[:, None]
@@ -285,7 +291,7 @@ def _attend_grid(
             q_idx=q_token[None, :, None, :, None],
             kv_idx=k_token[None, :, None, None, :],
         )
-        out, lse = attend_rows(rows, call, window)
+        out, lse = attend_rows(rows, call, band)
         outs.append(out[:, :, 0])
         lses.append(lse[:, :, 0])
     out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)  # (B, L, M, D)

@@ -62,8 +62,7 @@ def _plan(
     offsets_apart: bool,
 ) -> Plan:
     """The plan of pieces; `cuts`: sizes as `slabs_of` takes them."""
-    if windows != "bounds":
-        pieces = dense_pieces(pieces, windows == "mask", windows_alone)
+    pieces = dense_pieces(pieces, windows, windows_alone)
     parts, options = slabs_of(pieces, *cuts, offsets_apart=offsets_apart), Options(is_causal=False, scale=scale)
     return Plan(pieces, parts, tuple(Slab(i, piece, options.within(piece)) for i, piece in enumerate(parts.pieces)))
 

@@ -1,10 +1,12 @@
-"""A sliding window as boxes for dense kernels without windows: chunks of queries under a mask, or triangles without a mask."""
+"""Bands cut to boxes that dense kernels take: chunks of queries under a mask, or triangles and rectangles without a mask."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+from flexdilated.backends.kernel import Windows, is_mirrored
 from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.branch import ceil_div
 from flexdilated.core.pieces import UNBOUNDED, Piece
@@ -17,45 +19,72 @@ LEAST_CHUNK, MOST_CHUNK, LONG = 64, 512, 2048
 
 
 @recent(size=lambda found, *arguments, **options: PIECE_BYTES * len(found))
-def dense_pieces(pieces: tuple[Piece, ...], masks: bool, alone: bool) -> tuple[Piece, ...]:
-    """Cut pieces of windows for dense kernels; pieces of segments stay as they are.
+def dense_pieces(pieces: tuple[Piece, ...], windows: Windows, alone: bool) -> tuple[Piece, ...]:
+    """Cut pieces for kernels whose causal masks have as many queries as keys, and whose bands are as `windows` says.
 
     Args:
-        pieces: Pieces of a plan, in which a window is one box.
-        masks: Whether the kernel takes a mask.
-        alone: Whether all keys of a query must be in one piece, so that its lse is the lse of the window; needs `masks`.
+        pieces: Pieces of a plan.
+        windows: How the kernel takes a band.
+        alone: Whether each query must have all keys of its piece in one of the cut pieces, so that their lse is that of the piece.
     """
     found: list[Piece] = []
     covered = True
     for piece in pieces:
-        if not piece.is_banded:
+        is_square, masked = piece.rows == piece.keys, windows == "mask" and (alone or -piece.low < LONG)
+        if _fits(piece, windows):
             found.append(piece)
-        elif masks and (alone or -piece.low < LONG):
-            found += _chunks(piece)
-            covered = covered and not piece.covers
-        else:
+        elif not masked and is_square and -piece.rows < piece.low <= 0 and piece.high in (0, -piece.low):
             found += _triangles(piece)
+        else:
+            found += _chunks(_trimmed(piece)) if masked and piece.is_banded else _cut(piece)
+            covered = covered and not piece.covers
     # Either all pieces of the first branch cover, or none.
     return tuple(found if covered else (piece._replace(covers=False) for piece in found))
 
 
+def _fits(piece: Piece, windows: Windows) -> bool:
+    """Whether a kernel takes a piece as it is."""
+    is_square = piece.rows == piece.keys
+    if not piece.is_banded:
+        return is_square or piece.high == UNBOUNDED
+    return is_mirrored((piece.low, piece.high), piece.rows, piece.keys) or (
+        windows == "bounds" and is_square and piece.low <= 0 <= piece.high
+    )
+
+
+def _trimmed(piece: Piece) -> Piece:
+    """The piece without queries that see no key and keys that no query sees."""
+    first, end = max(0, -piece.high), min(piece.rows, piece.keys - piece.low)
+    first_key, end_key = max(0, piece.low), min(piece.keys, piece.rows + piece.high)
+    return piece._replace(
+        token=piece.token + first * piece.row_stride,
+        rows=end - first,
+        key_token=piece.key_token + first_key * piece.row_stride,
+        keys=end_key - first_key,
+        low=piece.low + first - first_key,
+        high=piece.high + first - first_key,
+    )
+
+
 def _chunks(piece: Piece) -> Iterator[Piece]:
     """Chunks of queries, each with all keys of their windows; the chunks of one piece share no key."""
-    before, after, num_tokens = -piece.low, piece.high, piece.rows
+    before, after = min(-piece.low, piece.rows), min(piece.high, piece.keys)
     size = min(max((before + 1) // 2, LEAST_CHUNK), MOST_CHUNK)
     # Chunks whose keys are all inside the sequence have equal shapes. Every `apart`-th of them is in one piece: they share no key.
-    count = ceil_div(num_tokens, size)
-    first, end = ceil_div(before, size), max((num_tokens - after) // size, 0)
+    count = ceil_div(piece.rows, size)
+    first, end = max(ceil_div(before, size), 0), max(min((piece.keys - after) // size, piece.rows // size), 0)
     first = min(first, end)
     apart = ceil_div(size + before + after, size)
     runs = [(chunk, 1) for chunk in (*range(first), *range(end, count))]
     runs += [(first + i, ceil_div(end - first - i, apart)) for i in range(min(apart, end - first))]
     for chunk, times in sorted(runs):
         start = chunk * size
-        key, rows = max(0, start - before), min(size, num_tokens - start)
-        keys = min(num_tokens, start + rows + after) - key
+        key, rows = max(0, start - before), min(size, piece.rows - start)
+        keys = min(piece.keys, start + rows + after) - key
         low, high = (bound + start - key for bound in (piece.low, piece.high))
-        low, high = low if low > 1 - rows else -UNBOUNDED, high if high < keys - 1 or high == 0 else UNBOUNDED
+        if low <= 1 - rows and (high != 0 or rows == keys):  # else it would be causal, of fewer keys than queries
+            low = -UNBOUNDED
+        high = high if high < keys - 1 or high == 0 else UNBOUNDED
         yield from _boxes(piece._replace(covers=False, low=low, high=high), (start, rows), (key, keys), times, apart * size)
 
 
@@ -83,12 +112,64 @@ def _triangles(piece: Piece) -> Iterator[Piece]:
         yield from _boxes(whole, (last - size + 1 + shared, size - 1 - shared), (last, shared))
 
 
+class Block(NamedTuple):
+    """One kernel call: the numbers of its query rows and key rows, and which pairs join."""
+
+    rows: slice
+    columns: slice
+    is_causal: bool = False
+    band: tuple[int, int] | None = None
+
+
+@lru_cache(maxsize=4096)
+def band_blocks(queries: tuple[int, int], keys: tuple[int, int], band: tuple[int, int]) -> tuple[Block, ...]:
+    """The kernel calls for the pairs of a band: rectangles, and squares of which the lower or upper triangle joins.
+
+    Rows that see no key are in no call.
+    """
+
+    def within(row: int, low: int, high: int) -> int:
+        return max(low, min(row, high))
+
+    (low, high), blocks = band, []
+    size = max(1, min(queries[1] - queries[0], high - low))  # among so few queries, a key leaves or enters the band, but not both
+    for first in range(*queries, size):
+        end = min(first + size, queries[1])
+        # Keys before `early` have left the band of some queries; all queries see those before `late`; the rest have yet to enter.
+        early = within(end + low, *keys)
+        late = within(first + high, early, keys[1])
+        some, last = (within(key - low, first, end) for key in (keys[0], early))
+        blocks.append(Block(slice(first, some), slice(keys[0], early)))
+        blocks.append(Block(slice(some, last), slice(some + low, last + low), band=(0, last - some - 1)))
+        blocks.append(Block(slice(first, end), slice(early, late)))
+        some, last = (within(key - high, first, end) for key in (late, keys[1]))
+        blocks.append(Block(slice(some, last), slice(some + high, last + high), is_causal=True))
+        blocks.append(Block(slice(last, end), slice(late, keys[1])))
+    return tuple(block for block in blocks if block.rows.start < block.rows.stop and block.columns.start < block.columns.stop)
+
+
+def _cut(piece: Piece) -> Iterator[Piece]:
+    """The blocks of a band."""
+    assert not piece.zero_keys  # else they would count once per block
+    for block in band_blocks((0, piece.rows), (0, piece.keys), (piece.low, piece.high)):
+        low, high = (0, UNBOUNDED) if block.band else (-UNBOUNDED, 0 if block.is_causal else UNBOUNDED)
+        queries, keys = ((span.start, span.stop - span.start) for span in (block.rows, block.columns))
+        yield from _boxes(piece._replace(covers=False, low=low, high=high), queries, keys)
+
+
 def _boxes(piece: Piece, queries: tuple[int, int], keys: tuple[int, int], times: int = 1, stride: int = 0) -> Iterator[Piece]:
     """A box of queries and a box of keys, each `(first row, rows)`, repeated `times` times every `stride` rows in each segment."""
     (first, rows), (first_key, num_keys) = queries, keys
-    if times < 1 or not rows or not num_keys:
+    if min(times, rows, num_keys) < 1:
         return
-    box: Any = {"token": piece.token + first, "key_token": piece.key_token + first_key, "rows": rows, "keys": num_keys}
+    step = piece.row_stride
+    stride *= step
+    box: Any = {
+        "token": piece.token + first * step,
+        "key_token": piece.key_token + first_key * step,
+        "rows": rows,
+        "keys": num_keys,
+    }
     if piece.segments == 1:
         yield piece._replace(segments=times, segment_stride=stride, **box)
     elif piece.segments > times:

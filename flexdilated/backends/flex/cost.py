@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from flexdilated.core.branch import Window
 from flexdilated.core.encoding import decode, encode
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import UNBOUNDED, Piece, plan_pieces
+from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.core.tracing import answers_while_traced
 from flexdilated.masks.blocks import HeadBranch, head_branches
 
@@ -59,12 +59,10 @@ def packed_cost(pattern: DilatedPattern, shape: Shape) -> Cost:
     for piece in pieces:
         lanes = shape.batch * piece.offsets * piece.heads * group
         rows = piece.segments * piece.rows
-        if piece.low > -UNBOUNDED:
-            tiles += lanes * _tiles(Window(1 - piece.low), rows, shape.is_causal)
-        elif mergeable(piece):
-            tiles += lanes * _diagonal_tiles(piece.rows, rows, shape.is_causal)
+        if is_one_sequence(piece):
+            tiles += lanes * _diagonal_tiles(piece.rows, rows, piece.high == 0)
         else:
-            tiles += lanes * piece.segments * _diagonal_tiles(piece.rows, piece.rows, shape.is_causal)
+            tiles += lanes * piece.segments * _band_tiles(piece.rows, piece.keys, piece.low, piece.high)
         # q, k, v in, out to memory; then out in, and the running float32 mixture in and out.
         moved += lanes * rows * shape.head_dim * (5 * shape.element + 8)
     return Cost(tiles, len(pieces), moved)
@@ -92,9 +90,10 @@ def _choose_layout(sizes: tuple[Any, ...], encoded_pattern: list[int]) -> Layout
     return "fused" if fused.picoseconds(shape.head_dim) < packed.picoseconds(shape.head_dim) else "packed"
 
 
-def mergeable(piece: Piece) -> bool:
-    """Whether the rows of all segments follow one another at one distance, so that they are one long sequence."""
-    return piece.segments == 1 or piece.segment_stride == piece.rows * piece.row_stride
+def is_one_sequence(piece: Piece) -> bool:
+    """Whether all segments are one long sequence under a block-diagonal mask: their rows follow one another at one distance."""
+    is_affine = piece.segments == 1 or piece.segment_stride == piece.rows * piece.row_stride
+    return is_affine and piece.rows == piece.keys and not piece.is_banded
 
 
 @lru_cache(maxsize=256)
@@ -102,11 +101,16 @@ def _tiles(branch: HeadBranch, rows: int, is_causal: bool) -> int:
     """Tiles that a branch touches in a sequence of `rows`; 0 for a rate above a block."""
     if not isinstance(branch, Window):
         return _diagonal_tiles(branch.length, rows, is_causal) if branch.rate <= BLOCK else 0
-    low, high = branch.band(is_causal=is_causal)
+    return _band_tiles(rows, rows, *branch.band(is_causal=is_causal))
+
+
+@lru_cache(maxsize=256)
+def _band_tiles(rows: int, keys: int, low: int, high: int) -> int:
+    """Tiles that a band touches between a sequence of `rows` queries and one of `keys` keys."""
     tiles = 0
     for start in range(0, rows, BLOCK):
         last = min(start + BLOCK, rows) - 1
-        tiles += min(last + high, rows - 1) // BLOCK - max(0, start + low) // BLOCK + 1
+        tiles += max(0, min(last + high, keys - 1) // BLOCK - max(0, start + low) // BLOCK + 1)
     return tiles
 
 

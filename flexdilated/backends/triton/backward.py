@@ -101,7 +101,8 @@ def keys_tiles(
                 joined = (apart >= low) & (apart <= high)
                 p = tl.where(joined & (n < keys)[:, None] if SUMS else joined, p, 0.0)
             elif MASKED and CAUSAL:
-                p = tl.where(m[None, :] >= n[:, None], p, 0.0)
+                joined = m[None, :] >= n[:, None]
+                p = tl.where(joined & (n < keys)[:, None] if SUMS else joined, p, 0.0)
             elif MASKED and SUMS:  # dq would have infinity times a key of zeros
                 p = tl.where((n < keys)[:, None], p, 0.0)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -131,8 +132,8 @@ def differentiate_keys(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
     dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, dq_batch, dq_token, dq_head, rows_batch, rows_head,
     ignored_batch, ignored_token,
-    tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride, queries, keys, zero_keys,
-    low, high, score_scale, scale,
+    tiles, heads, offsets, segments, token, segment_stride, key_shift, head, offset_head_step, head_step, row_stride, queries, keys,
+    zero_keys, low, high, score_scale, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr,
     SUMS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr,
     DESCRIBED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -146,21 +147,22 @@ def differentiate_keys(
     program = tl.program_id(0)
     if TABLED:
         (
-            program, tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride,
-            queries, keys, _, low, high,
+            program, tiles, heads, offsets, segments, token, segment_stride, key_shift, head, offset_head_step, head_step,
+            row_stride, queries, keys, _, low, high,
         ) = own_piece(TABLE, OWNERS, WINDOWED)  # fmt: skip
     tile = program % tiles
     b, kv_head, _, first = place(
         program // tiles, 1, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step
     )  # fmt: skip
+    first_key = first + key_shift
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     in_row = tl.arange(0, BLOCK_D) < D
     begin_n = (tile * BLOCK_N).to(tl.int64)
     k_step, v_step = step_of(row_stride, k_token, UNIT, WIDE), step_of(row_stride, v_token, UNIT, WIDE)
-    K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT + begin_n * k_step
-    V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT + begin_n * v_step
+    K += (b * k_batch + kv_head * k_head + first_key * k_token) * UNIT + begin_n * k_step
+    V += (b * v_batch + kv_head * v_head + first_key * v_token) * UNIT + begin_n * v_step
     if IGNORES:
-        IGNORED += b * ignored_batch + first * ignored_token
+        IGNORED += b * ignored_batch + first_key * ignored_token
     seen = load_seen(IGNORED, n, row_stride * ignored_token, keys, IGNORES)
     k = load_rows(row_pointers(K, k_step, BLOCK_N, BLOCK_D, WIDE), seen, in_row, True, PADDED)
     v = load_rows(row_pointers(V, v_step, BLOCK_N, BLOCK_D, WIDE), seen, in_row, True, PADDED)
@@ -183,8 +185,8 @@ def differentiate_keys(
     # Tiles of queries: `edges` on the diagonal, `wholes` that take no mask, and perhaps one at the ragged end.
     begin = tile * BLOCK_N // BLOCK_M * BLOCK_M if CAUSAL else 0
     edges = tl.maximum(tl.cdiv(tl.minimum(tile * BLOCK_N + BLOCK_N, queries) - begin, BLOCK_M), 0) if CAUSAL else 0
-    if SUMS and not CAUSAL:  # keys after the end need a mask
-        edges = tl.where(tile * BLOCK_N + BLOCK_N > keys, tl.cdiv(queries, BLOCK_M), 0)
+    if SUMS:  # keys after the end need a mask
+        edges = tl.where(tile * BLOCK_N + BLOCK_N > keys, tl.maximum(tl.cdiv(queries - begin, BLOCK_M), 0), edges)
     middle = begin + edges * BLOCK_M
     wholes = tl.maximum(queries // BLOCK_M - middle // BLOCK_M, 0)
     last = middle + wholes * BLOCK_M
@@ -214,8 +216,8 @@ def differentiate_keys(
     if IGNORES:  # scores of ignored keys are no scores
         dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
     dk_step, dv_step = step_of(row_stride, dk_token, UNIT, WIDE), step_of(row_stride, dv_token, UNIT, WIDE)
-    DK += (b * dk_batch + kv_head * dk_head + first * dk_token) * UNIT + begin_n * dk_step
-    DV += (b * dv_batch + kv_head * dv_head + first * dv_token) * UNIT + begin_n * dv_step
+    DK += (b * dk_batch + kv_head * dk_head + first_key * dk_token) * UNIT + begin_n * dk_step
+    DV += (b * dv_batch + kv_head * dv_head + first_key * dv_token) * UNIT + begin_n * dv_step
     store(row_pointers(DK, dk_step, BLOCK_N, BLOCK_D, WIDE), dk * scale, n < keys, in_row, ADDS)
     store(row_pointers(DV, dv_step, BLOCK_N, BLOCK_D, WIDE), dv, n < keys, in_row, ADDS)
 
@@ -258,8 +260,8 @@ def differentiate_queries(
     Q, K, V, DOUT, ROWS, IGNORED, TABLE, OWNERS, DQ,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
     dq_batch, dq_token, dq_head, rows_batch, rows_head, ignored_batch, ignored_token,
-    tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride, queries, keys, zero_keys,
-    low, high, score_scale, scale,
+    tiles, heads, offsets, segments, token, segment_stride, key_shift, head, offset_head_step, head_step, row_stride, queries, keys,
+    zero_keys, low, high, score_scale, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -269,14 +271,14 @@ def differentiate_queries(
     program = tl.program_id(0)
     if TABLED:
         (
-            program, tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride,
-            queries, keys, _, low, high,
+            program, tiles, heads, offsets, segments, token, segment_stride, key_shift, head, offset_head_step, head_step,
+            row_stride, queries, keys, _, low, high,
         ) = own_piece(TABLE, OWNERS, WINDOWED)  # fmt: skip
     tile = tiles - 1 - program % tiles  # where causal, the long ones first
     b, kv_head, g, first = place(
         program // tiles, GROUP, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step
     )  # fmt: skip
-    h = kv_head * GROUP + g
+    h, first_key = kv_head * GROUP + g, first + key_shift
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_row = tl.arange(0, BLOCK_D) < D
     begin = (tile * BLOCK_M).to(tl.int64)
@@ -284,12 +286,12 @@ def differentiate_queries(
     k_step, v_step = step_of(row_stride, k_token, UNIT, WIDE), step_of(row_stride, v_token, UNIT, WIDE)
     Q += (b * q_batch + h * q_head + first * q_token) * UNIT + begin * q_step
     DOUT += (b * dout_batch + h * dout_head + first * dout_token) * UNIT + begin * dout_step
-    K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT
-    V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT
+    K += (b * k_batch + kv_head * k_head + first_key * k_token) * UNIT
+    V += (b * v_batch + kv_head * v_head + first_key * v_token) * UNIT
     K = rows_of(K, k_step, k_step, keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
     V = rows_of(V, v_step, v_step, keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
     if IGNORES:
-        IGNORED += b * ignored_batch + first * ignored_token
+        IGNORED += b * ignored_batch + first_key * ignored_token
     ignored_step = row_stride * ignored_token
     q = load_rows(row_pointers(Q, q_step, BLOCK_M, BLOCK_D, WIDE), m < queries, in_row, True, PADDED)
     dout = load_rows(row_pointers(DOUT, dout_step, BLOCK_M, BLOCK_D, WIDE), m < queries, in_row, True, PADDED)

@@ -145,8 +145,8 @@ def attend(
     Q, K, V, OUT, LSE, IGNORED, ROWS, OWN, TABLE, OWNERS,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     lse_batch, lse_head, ignored_batch, ignored_token,
-    tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride, queries, keys, zero_keys,
-    low, high, scale,
+    tiles, heads, offsets, segments, token, segment_stride, key_shift, head, offset_head_step, head_step, row_stride, queries, keys,
+    zero_keys, low, high, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, IGNORES: tl.constexpr, END: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr,
     HOST: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -163,14 +163,14 @@ def attend(
     program = tl.program_id(0)
     if TABLED:
         (
-            program, tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride,
-            queries, keys, zero_keys, low, high,
+            program, tiles, heads, offsets, segments, token, segment_stride, key_shift, head, offset_head_step, head_step,
+            row_stride, queries, keys, zero_keys, low, high,
         ) = own_piece(TABLE, OWNERS, WINDOWED)  # fmt: skip
     tile = tiles - 1 - program % tiles  # where causal, the long ones first
     b, kv_head, g, first = place(
         program // tiles, GROUP, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step
     )  # fmt: skip
-    h = kv_head * GROUP + g
+    h, first_key = kv_head * GROUP + g, first + key_shift
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_row = tl.arange(0, BLOCK_D) < D
     q_step = step_of(row_stride, q_token, UNIT, WIDE)
@@ -180,12 +180,12 @@ def attend(
     at = program // tiles // GROUP
     lane = (at // heads // offsets, at // heads % offsets, at % heads) if HOST else 0
     if not HOST:
-        K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT
-        V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT
+        K += (b * k_batch + kv_head * k_head + first_key * k_token) * UNIT
+        V += (b * v_batch + kv_head * v_head + first_key * v_token) * UNIT
         K = rows_of(K, k_step, k_step, keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
         V = rows_of(V, v_step, v_step, keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
     if IGNORES:
-        IGNORED += b * ignored_batch + first * ignored_token
+        IGNORED += b * ignored_batch + first_key * ignored_token
     ignored_step = row_stride * ignored_token
     q = load_rows(row_pointers(Q, q_step, BLOCK_M, BLOCK_D, WIDE), m < queries, in_row, True, PADDED)
 

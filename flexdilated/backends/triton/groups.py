@@ -18,7 +18,7 @@ LEAST = 8
 
 
 class PieceGroup(NamedTuple):
-    """Pieces of one branch that one launch computes. Their outputs are disjoint, so their order is free."""
+    """Pieces of one part of a branch that one launch computes. Their rows are disjoint, so their order is free."""
 
     one: Piece  # a piece of the group: a kernel is compiled for fields that are equal in all pieces of a group
     each: Piece  # `one` if the group has one piece, else a `Piece` whose fields are `(P,)` arrays over the P pieces
@@ -54,11 +54,12 @@ def _groups(pieces: tuple[Piece, ...], warms: bool) -> tuple[PieceGroup, ...]:
 
 def together(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """The pieces of each launch, those of the longest segments first, so that no long piece is left for the end."""
-    by_branch: dict[tuple[int, bool, bool], list[Piece]] = {}
+    by_kernel: dict[tuple[Any, ...], list[Piece]] = {}
     for piece in pieces:
-        by_branch.setdefault((piece.branch, piece.is_banded, piece.rows >= LEAST_DESCRIBED_ROWS), []).append(piece)
+        described = (rows >= LEAST_DESCRIBED_ROWS for rows in (piece.rows, piece.keys))
+        by_kernel.setdefault((piece.branch, piece.part, piece.is_banded, piece.high == 0, *described), []).append(piece)
     launches: list[list[Piece]] = []
-    for group in by_branch.values():
+    for group in by_kernel.values():
         launches += [sorted(group, key=lambda piece: -piece.rows)] if len(group) >= LEAST else [[piece] for piece in group]
     return launches
 

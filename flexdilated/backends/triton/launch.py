@@ -9,6 +9,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -163,8 +164,6 @@ def dense_backward(
 def _whole(q: Tensor, k: Tensor, options: Options) -> tuple[Piece]:
     """All queries `(B, M, H, D)` against all keys `(B, N, Hkv, D)`, or those in the band of the options."""
     low, high = (-UNBOUNDED, 0 if options.is_causal else UNBOUNDED) if options.band is None else options.band
-    if options.band is not None:  # kernels hold them in 32 bits
-        low, high = max(low, -q.shape[1]), min(high, k.shape[1])
     one = Piece(
         token=0,
         segments=1,
@@ -174,7 +173,7 @@ def _whole(q: Tensor, k: Tensor, options: Options) -> tuple[Piece]:
         head=0,
         heads=k.shape[2],
         head_step=1,
-        rows=k.shape[1],
+        rows=q.shape[1],
         row_stride=1,
         key_token=0,
         keys=k.shape[1],
@@ -223,12 +222,11 @@ def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Ten
         tiles = longer(tiles, q.shape[-1], q.element_size()) if long and not asked else tiles
         if ahead:
             tiles = ahead_tiles(q.shape[3], q.element_size())
-        queries = _queries(group.each, q, k)
-        count = -(-queries // tiles.queries)
+        count = -(-group.each.rows // tiles.queries)
         constants = _constants(*tensors, group=group, options=options, tiles=tiles)
         constants |= {"END": end or ("write" if group.one.covers else "merge"), "HOST": tiles.host, "AHEAD": ahead}
         found = _over(
-            attend, group.each, queries, tiles=count, lanes=_lanes(group.each, q, k), strides=strides, constants=constants, of=tiles
+            attend, group.each, tiles=count, lanes=_lanes(group.each, q, k), strides=strides, constants=constants, of=tiles
         )
         yield found._replace(hosted=group.one) if tiles.host else found
 
@@ -252,17 +250,16 @@ def _plan_differentiate(pieces: tuple[Piece, ...], options: Options, tensors: tu
     rows, mask = (q.shape[2] * dout.shape[1], dout.shape[1]), _mask_strides(options)
     for group in groups(pieces, q.device):
         piece = group.each
-        queries = _queries(piece, q, k)
         for kernel, loaded, into, length, lanes in (
-            (differentiate_keys, (q, dout), (dk, dv, dq), piece.rows, _lanes(piece, k, k)),
-            (differentiate_queries, (k, v), (dq,), queries, _lanes(piece, q, k)),
+            (differentiate_keys, (q, dout), (dk, dv, dq), piece.keys, _lanes(piece, k, k)),
+            (differentiate_queries, (k, v), (dq,), piece.rows, _lanes(piece, q, k)),
         )[: 1 if sums else 2]:
             tiles = _tiles(kernel, q, group.one, options=options, loaded=loaded, group=q.shape[2] // k.shape[2], asked=sums)
             count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
             strides = (*_strides(q, k, v, dout, *into), *rows, *mask)
             constants = _constants(q, k, v, dout, *into, group=group, options=options, tiles=tiles)
             constants |= {"ADDS": not group.one.covers, **({"SUMS": sums} if kernel is differentiate_keys else {})}
-            yield _over(kernel, piece, queries, tiles=count, lanes=lanes, strides=strides, constants=constants, of=tiles)
+            yield _over(kernel, piece, tiles=count, lanes=lanes, strides=strides, constants=constants, of=tiles)
 
 
 def _run(
@@ -273,7 +270,7 @@ def _run(
     if planned.table is not None:
         table = table_of(*planned.table, on.device)
     if planned.hosted is not None:
-        described = (_described_by_host(x, planned.hosted, planned.tiles) for x in tensors[1:3] if x is not None)
+        described = (_described_by_host(x, planned.hosted.of_keys(), planned.tiles) for x in tensors[1:3] if x is not None)
         tensors = (tensors[0], *described, *tensors[3:])
     arguments = (*tensors, *table, *into, *planned.numbers, *scales)
     _launch(planned.kernel, planned.programs, arguments, planned.constants, planned.tiles, on)
@@ -316,7 +313,8 @@ def _tiles(
 ) -> TileConfig:
     if asked:
         return unmeasured_tiles(kernel.__name__, q.shape[-1], q.element_size())
-    rows = piece.rows if DESCRIBES and options.ignored is None and all(_describable(x) for x in loaded) else 0
+    length = piece.rows if kernel is differentiate_keys else piece.keys
+    rows = length if DESCRIBES and options.ignored is None and all(_describable(x) for x in loaded) else 0
     return tiles_of(kernel.__name__, _level(q), q.shape[-1], q.element_size(), described_rows=rows, group=group)
 
 
@@ -362,15 +360,9 @@ def _lanes(piece: Piece, x: Tensor, k: Tensor) -> int:
     return x.shape[0] * piece.segments * piece.offsets * piece.heads * (x.shape[2] // k.shape[2])
 
 
-def _queries(piece: Piece, q: Tensor, k: Tensor) -> int:
-    """The queries of each softmax of a piece: its rows, but in a dense box as many as there are."""
-    return piece.rows if q.shape[1] == k.shape[1] else q.shape[1]
-
-
 def _over(
     kernel: Any,
     piece: Piece,
-    queries: int,
     tiles: int,
     lanes: int,
     strides: tuple[int, ...],
@@ -378,8 +370,11 @@ def _over(
     of: TileConfig,
 ) -> Launch:
     """The launch over a piece, or by a table over many: of a piece of arrays, `_numbers` are columns of that table."""
-    numbers, programs = _numbers(piece, queries, tiles), tiles * lanes
-    band = (piece.low, piece.high) if constants["WINDOWED"] else ()
+    numbers, programs = _numbers(piece, tiles), tiles * lanes
+    band: tuple[Any, ...] = ()
+    if constants["WINDOWED"]:  # kernels hold them in 32 bits
+        band = np.maximum(piece.low, -piece.rows), np.minimum(piece.high, piece.keys)
+        band = band if isinstance(piece.rows, np.ndarray) else tuple(map(int, band))
     absent = () if band else (None, None)
     numbers += band
     if isinstance(programs, int):
@@ -387,7 +382,7 @@ def _over(
     return Launch(kernel, int(programs.sum()), (numbers, programs), (*strides, *(0,) * len(numbers), *absent), constants, of)
 
 
-def _numbers(piece: Piece, queries: int, tiles: int) -> tuple[int, ...]:
+def _numbers(piece: Piece, tiles: int) -> tuple[int, ...]:
     """The integers `PIECE_FIELDS`."""
     return (
         tiles,
@@ -396,12 +391,13 @@ def _numbers(piece: Piece, queries: int, tiles: int) -> tuple[int, ...]:
         piece.segments,
         piece.token,
         piece.segment_stride,
+        piece.key_token - piece.token,
         piece.head,
         piece.offset_head_step,
         piece.head_step,
         piece.row_stride,
-        queries,
         piece.rows,
+        piece.keys,
         piece.zero_keys,
     )
 
@@ -431,7 +427,7 @@ def _constants(q: Tensor, k: Tensor, *others: Tensor, group: PieceGroup, options
     widest = max(x.stride(1) for x in (q, k, *others))
     precision = "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee"
     windowed = group.one.is_banded
-    call = {"GROUP": q.shape[2] // k.shape[2], "CAUSAL": options.is_causal and not windowed, "WINDOWED": windowed}
+    call = {"GROUP": q.shape[2] // k.shape[2], "CAUSAL": group.one.high == 0 and not windowed, "WINDOWED": windowed}
     call["IGNORES"] = options.ignored is not None
     memory = {"UNIT": unit_of(q), "WIDE": group.one.row_stride * widest * 256 >= 1 << 31, "TABLED": group.each is not group.one}
     blocks = {"D": q.shape[3], "BLOCK_D": padded(q.shape[3]), "BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys}

@@ -5,8 +5,8 @@ import triton.language as tl
 
 # What a launch says of its piece. Like strides, these integers never choose another compilation.
 PIECE_FIELDS = (
-    "tiles", "heads", "offsets", "segments", "token", "segment_stride", "head", "offset_head_step", "head_step", "row_stride",
-    "queries", "keys", "zero_keys",
+    "tiles", "heads", "offsets", "segments", "token", "segment_stride", "key_shift", "head", "offset_head_step", "head_step",
+    "row_stride", "queries", "keys", "zero_keys",
 )  # fmt: skip
 BAND = ("low", "high")  # two more columns, only in tables of windows
 # A row of a table of pieces: `PIECE_FIELDS`, the first program that computes the piece, and the number of its programs.
@@ -51,9 +51,9 @@ def own_piece(TABLE, OWNERS, WINDOWED: tl.constexpr):
     return (
         program - narrow(row, columns - 2),
         narrow(row, 0), narrow(row, 1), narrow(row, 2), narrow(row, 3),
-        tl.load(row + 4), tl.load(row + 5),
-        narrow(row, 6), narrow(row, 7), narrow(row, 8), narrow(row, 9), narrow(row, 10), narrow(row, 11), narrow(row, 12),
-        narrow(row, 13) if WINDOWED else 0, narrow(row, 14) if WINDOWED else 0,
+        tl.load(row + 4), tl.load(row + 5), tl.load(row + 6),
+        narrow(row, 7), narrow(row, 8), narrow(row, 9), narrow(row, 10), narrow(row, 11), narrow(row, 12), narrow(row, 13),
+        narrow(row, 14) if WINDOWED else 0, narrow(row, 15) if WINDOWED else 0,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ each rank, those of the pairs that it scores. The sum over the ranks is the whol
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -18,16 +18,14 @@ from torch import Tensor
 from flexdilated.backends.autograd import functions
 from flexdilated.backends.autograd.combine import PartialOutput, Scattered, mix
 from flexdilated.backends.dense.windows import MOST_CHUNK, dense_pieces
-from flexdilated.backends.flex import backend as flex
-from flexdilated.backends.flex.rows import Lanes, attend_rows
+from flexdilated.backends.flex import rows as flex
 from flexdilated.backends.kernel import draws_of_its_own, fold_in
-from flexdilated.core.branch import Window
 from flexdilated.core.call import Call
 from flexdilated.core.checks import call_mod, first_pair, refuse_zero_keys
 from flexdilated.core.custom_op import GRADIENT_MESSAGE, Inputs
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.lse import with_zero_keys
-from flexdilated.core.pieces import UNBOUNDED, Piece, plan_pieces
+from flexdilated.core.pieces import UNBOUNDED, plan_pieces
 from flexdilated.distributed.planner.plan import ContextPlan
 from flexdilated.distributed.planner.tasks import local_pieces
 from flexdilated.distributed.runtime.buffers import Buffers, Gradients
@@ -97,10 +95,10 @@ def attend_modified(
             # What ignored keys and values hold must not matter, and 0 times NaN would.
             k, v = (x.masked_fill(mask[:, :, None, None], 0.0) for x in (k, v))
         pieces = local_pieces(plan, rank)
-        pieces = _alone(pieces) if call.backend == "flex" else dense_pieces(pieces, masks=True, alone=True)
+        pieces = pieces if call.backend == "flex" else dense_pieces(pieces, "mask", alone=True)
         layers: list[list[PartialOutput]] = [
             [(piece, *attend_piece(q, k, v, mask, plan.borders[rank], piece=piece, call=call)) for piece in branch]
-            for _, branch in groupby(pieces, key=lambda piece: piece.branch)
+            for _, branch in groupby(pieces, key=lambda piece: (piece.branch, piece.part))
         ]
         with torch.no_grad():
             for wait in waits:
@@ -119,15 +117,6 @@ def attend_modified(
         out, lse = mix(layers, q, buffers.group, detach_weights=detaches)
     results: tuple[Tensor, Tensor] = _Tie.apply(out, lse, token)
     return results
-
-
-def _alone(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The pieces, with one document per piece of a window, as flex_attention needs it."""
-    found: list[Piece] = []
-    for piece in pieces:
-        count = 1 if piece.low > -UNBOUNDED else piece.segments
-        found += [piece._replace(segments=count).moved(i * piece.segment_stride) for i in range(0, piece.segments, count)]
-    return tuple(found)
 
 
 def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[PartialOutput]], list[list[PartialOutput]]]:
@@ -154,18 +143,18 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
     task, batch, group, device = scheduled.task, buffers.batch, buffers.group, buffers.q.device
     q = buffers.rows_of(scheduled, buffers.q, buffers.q_rows)
     k, v, ignored = buffers.keys(scheduled.keys, scheduled)
-    lanes, window = len(task.heads), Window(1 - task.band[0]) if task.is_window else None
+    lanes, first_query, first_key = len(task.heads), task.queries[0], scheduled.keys[0].first
+    low, high = (bound if abs(bound) == UNBOUNDED else first_query - first_key + bound for bound in task.band)
     if call.backend == "flex":
-        places = Lanes(
+        places = flex.Lanes(
             torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(lanes),
             (scheduled.heads * group + torch.arange(group, dtype=torch.int32, device=device)).repeat(batch, 1),
-            torch.from_numpy(task.tokens).to(device, torch.int32).repeat(batch),
+            torch.from_numpy(task.tokens + first_query * task.stride).to(device, torch.int32).repeat(batch),
             task.stride,
-            first_query=task.queries[0],
-            first_key=scheduled.keys[0].first,
-            window=None if window is None else window.size,
+            key_shift=(first_key - first_query) * task.stride,
+            band=(low, high),
         )
-        out, lse = with_zero_keys(*attend_rows(q, k, v, ignored, places, call), task.zero_keys)
+        out, lse = with_zero_keys(*flex.attend_rows(q, k, v, ignored, places, call), task.zero_keys)
         return buffers.unfolded(out, scheduled), buffers.unfolded(lse, scheduled)
     q, k, v = (x.unflatten(0, (batch, lanes)) for x in (q, k, v))  # b lane group row d
     ignored = None if ignored is None else ignored.view(batch, lanes, 1, 1, -1)
@@ -173,16 +162,15 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
     h = (scheduled.heads.long() * group + torch.arange(group, device=device))[None, :, :, None, None]
     first = torch.as_tensor(task.tokens, device=device)[None, :, None, None, None]
     q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
-    kv_idx = first + task.stride * torch.arange(scheduled.keys[0].first, scheduled.keys[-1].end, device=device)
-    first_query, first_key, chunks = task.queries[0], scheduled.keys[0].first, []
-    size = q.shape[-2] if window is None else max(window.size, MOST_CHUNK)
+    kv_idx = first + task.stride * torch.arange(first_key, scheduled.keys[-1].end, device=device)
+    chunks, in_tokens = [], [bound if abs(bound) == UNBOUNDED else bound * task.stride for bound in task.band]
+    size = max(1 - task.band[0], MOST_CHUNK)
     for rows in (slice(row, row + size) for row in range(0, q.shape[-2], size)):
         # The keys that these queries may see; the first row of keys is not that of queries.
-        low, high = (first_query - first_key + bound for bound in task.band)
         columns = slice(max(0, rows.start + low), max(0, rows.stop + high))
         tensors = q[..., rows, :], k[..., columns, :], v[..., columns, :], None if ignored is None else ignored[..., columns]
         part = functions.Rows(*tensors, b, h, q_idx[..., rows, :], kv_idx[..., columns])
-        chunks.append(functions.attend_lanes(part, call, window))
+        chunks.append(functions.attend_lanes(part, call, (in_tokens[0], in_tokens[1])))
     out, lse = torch.cat([out for out, _ in chunks], dim=-2), torch.cat([lse for _, lse in chunks], dim=-1)
     return out.transpose(2, 3), lse.transpose(2, 3)
 

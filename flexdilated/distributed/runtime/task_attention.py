@@ -7,13 +7,13 @@ partial needs only the final `out` and `lse`. So the gradients of all partials, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexdilated.backends.dense.piece_loop import PieceLoop
+from flexdilated.backends.dense.windows import band_blocks
 from flexdilated.backends.kernel import Dropout, Options, fold_in
 from flexdilated.core.custom_op import Inputs, OpOptions
 from flexdilated.core.lse import add_zero_keys_, for_backward, merge_
@@ -30,42 +30,6 @@ class OutputGradients(NamedTuple):
     dlse: Tensor | None
     out: Tensor
     lse: Tensor
-
-
-class _Block(NamedTuple):
-    """One kernel call: the numbers of its query rows and key rows, and which pairs join."""
-
-    rows: slice
-    columns: slice
-    is_causal: bool = False
-    band: tuple[int, int] | None = None
-
-
-@lru_cache(maxsize=4096)
-def _blocks(queries: tuple[int, int], keys: tuple[int, int], band: tuple[int, int]) -> tuple[_Block, ...]:
-    """The kernel calls for the pairs of a band: rectangles, and squares of which the lower or upper triangle joins.
-
-    Rows that see no key are in no call.
-    """
-
-    def within(row: int, low: int, high: int) -> int:
-        return max(low, min(row, high))
-
-    (low, high), blocks = band, []
-    size = max(1, min(queries[1] - queries[0], high - low))  # among so few queries, a key leaves or enters the band, but not both
-    for first in range(*queries, size):
-        end = min(first + size, queries[1])
-        # Keys before `early` have left the band of some queries; all queries see those before `late`; the rest have yet to enter.
-        early = within(end + low, *keys)
-        late = within(first + high, early, keys[1])
-        some, last = (within(key - low, first, end) for key in (keys[0], early))
-        blocks.append(_Block(slice(first, some), slice(keys[0], early)))
-        blocks.append(_Block(slice(some, last), slice(some + low, last + low), band=(0, last - some - 1)))
-        blocks.append(_Block(slice(first, end), slice(early, late)))
-        some, last = (within(key - high, first, end) for key in (late, keys[1]))
-        blocks.append(_Block(slice(some, last), slice(some + high, last + high), is_causal=True))
-        blocks.append(_Block(slice(last, end), slice(late, keys[1])))
-    return tuple(block for block in blocks if block.rows.start < block.rows.stop and block.columns.start < block.columns.stop)
 
 
 class TaskAttention:
@@ -144,7 +108,7 @@ class TaskAttention:
         k, v, ignored = self.buffers.keys(keys, task)
         first, origin = keys[0].first, task.task.queries[0]
         seed = None if self._seed is None else fold_in(self._seed, -1 - (number * self.plan.num_ranks + keys[0].rank))
-        for place, block in enumerate(_blocks(task.task.queries, (first, keys[-1].end), task.task.band)):
+        for place, block in enumerate(band_blocks(task.task.queries, (first, keys[-1].end), task.task.band)):
             rows = slice(block.rows.start - origin, block.rows.stop - origin)
             columns = slice(block.columns.start - first, block.columns.stop - first)
             options = Options(
