@@ -148,11 +148,11 @@ def joined_rows(
     """The token at each row of a branch, -1 for a row of zeros, and which query rows see which key rows, `(Hkv, rows, rows)`."""
     segments, near = pattern.split("the definition")
     source, segment = _rows(pattern, segments[branch], num_tokens) if branch < len(segments) else (list(range(num_tokens)), 0)
-    p = torch.arange(len(source))
+    p = torch.arange(len(source), device="cpu")  # whatever the default device is
     query, key = p[:, None], p[None, :]
     is_global = (query < near.global_tokens) | (key < near.global_tokens)
     is_in_window = ((query - key).abs() < near.window) & ~is_global
-    joined = torch.zeros(kv_heads, len(source), len(source), dtype=torch.bool)
+    joined = torch.zeros(kv_heads, len(source), len(source), dtype=torch.bool, device="cpu")
     for head in pattern.head_range(branch, kv_heads):
         if branch >= len(segments):
             joined[head] = is_in_window if isinstance(pattern.branches[branch], Window) else is_global
