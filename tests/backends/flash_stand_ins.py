@@ -59,7 +59,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, bounds: Bounds) -> Tensor:
     assert isinstance(scale, float)
     assert all(bound is None or type(bound) is int for bound in bounds)
     scores = torch.einsum("bqhgd,bkhd->bhgqk", q.unflatten(2, (k.shape[2], -1)), k) * scale
-    left, right = (k.shape[1] if bound is None else bound for bound in bounds)
+    left, right = (q.shape[1] + k.shape[1] if bound is None else bound for bound in bounds)
     apart = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
     return scores.masked_fill((apart < -left) | (apart > right), -torch.inf)
 
