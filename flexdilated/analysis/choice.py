@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from flexdilated.analysis.coverage import missing_residues
+from flexdilated.analysis.coverage import layers_to_cover, missing_residues
 from flexdilated.analysis.lattice import checked
-from flexdilated.core.branch import segment_counts
+from flexdilated.core.branch import Kept
 from flexdilated.core.checks import is_number, why_not_connected
 from flexdilated.core.integers import at_least_one
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.presets import FIRST_TOKENS
 
 MOST_TOKENS, MOST_HEADS = 2**40, 1024
 SHORTEST = 16  # tokens of a local segment
@@ -38,8 +40,8 @@ class Choice:
     @property
     def local(self) -> int:
         """Tokens of the longest rate-1 segment, 0 without one. A window of w tokens counts as a segment of 2 w tokens."""
-        segments, window = self.pattern.split("choose_pattern")
-        return max([2 * window.size if window else 0, *(length for length, rate in segments if rate == 1)])
+        segments, near = self.pattern.split("choose_pattern")
+        return max([2 * near.window, *(length for length, rate in segments if rate == 1)])
 
 
 @dataclass(frozen=True)
@@ -104,35 +106,36 @@ def choose_pattern(
     for pattern in own_patterns:
         checked(pattern, num_tokens, num_heads)
 
-    def pairs_of(length: int, rate: int) -> int:
-        """Pairs of a branch whose rate divides the number of heads: all residues of a segment, `num_heads / rate` times."""
-        total = 0
-        for segment, repeats in segment_counts(num_tokens, length):
-            rows, longer = divmod(segment, rate)  # `longer` residues have one row more
-            for num_rows, residues in ((rows + 1, longer), (rows, rate - longer)):
-                total += repeats * residues * (num_rows * (num_rows + 1) // 2 if is_causal else num_rows * num_rows)
-        return num_heads // rate * total
-
     def pairs_over(pattern: DilatedPattern) -> int:
-        segments, window = pattern.split("choose_pattern")
-        near = 0 if window is None else num_heads * window.count_pairs(num_tokens, is_causal=is_causal)
-        return near + sum(pairs_of(*branch) for branch in segments)
+        """Pairs of a pattern whose rates divide the number of heads: each residue has as many heads."""
+        segments, near = pattern.split("choose_pattern")
+        options: dict[str, Any] = {"is_causal": is_causal, "near": near}
+        return num_heads * near.count_pairs(num_tokens, is_causal=is_causal) + sum(
+            num_heads // rate * sum(Kept(length, rate, offset).count_pairs(num_tokens, **options) for offset in range(rate))
+            for length, rate in segments
+        )
 
-    dense = pairs_of(num_tokens, 1)
+    dense = pairs_over(DilatedPattern((num_tokens,), (1,)))
 
     def judged(pattern: DilatedPattern, pairs: int, why: str, *, is_given: bool = False) -> Choice:
         return Choice(pattern, pairs, pairs / dense, pairs <= budget * dense, is_given, why)
 
     proposals = [
         judged(pattern, pairs_over(pattern), _about(pattern, num_tokens, num_heads, is_causal=is_causal))
-        for pattern in _proposals(num_tokens, num_heads)
+        for pattern in _proposals(num_tokens, num_heads, FIRST_TOKENS if is_causal else 0)
     ]
     tried = sorted((choice for choice in proposals if choice.share <= 1.0), key=_order)
     best: dict[tuple[int, ...], Choice] = {}
     for choice in tried:
         if choice.is_within_budget:
             best.setdefault(choice.pattern.dilation_rates, choice)
-    shown = list(best.values())[:most] or [min(tried, key=lambda choice: choice.pairs)]
+    shown = [
+        replace(choice, why=choice.why + _beyond(choice.pattern, num_tokens, num_heads, is_causal)) for choice in best.values()
+    ]
+    shown = shown[:most]
+    if not shown:
+        least = min(tried, key=lambda choice: choice.pairs)
+        shown = [replace(least, why=f"{least.why} It is the cheapest: budget={_above(least.share):g} would do.")]
     for pattern in own_patterns:
         pairs = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
         shown.append(judged(pattern, pairs, _about_given(pattern, num_tokens, num_heads, is_causal=is_causal), is_given=True))
@@ -146,7 +149,7 @@ def few_heads(choices: Choices) -> str | None:
     attention. Much is gained where such a branch and a local segment of `USEFUL_LOCAL` tokens are within the budget.
     """
     num_tokens, heads, budget = choices.num_tokens, choices.num_heads, choices.budget
-    has_far = [each for each in choices.tried if each.is_within_budget and len(each.pattern.branches) == 2]
+    has_far = [each for each in choices.tried if each.is_within_budget and _num_parts(each.pattern) == 2]
     preset, dense = (
         DilatedPattern.causal(num_tokens, heads),
         heads * num_tokens * (num_tokens + 1) / 2 if choices.is_causal else heads * num_tokens**2,
@@ -164,12 +167,35 @@ def few_heads(choices: Choices) -> str | None:
     )
 
 
+def _num_parts(pattern: DilatedPattern) -> int:
+    """Branches of segments, and one more for a window."""
+    return len(pattern.segment_lengths) + (pattern.window is not None)
+
+
 def _order(choice: Choice) -> tuple[int, int, int, int]:
     """Better comes first."""
-    return (len(choice.pattern.branches), max(choice.pattern.dilation_rates), -choice.local, choice.pairs)
+    return (_num_parts(choice.pattern), max(choice.pattern.dilation_rates), -choice.local, choice.pairs)
 
 
-def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
+def _above(share: float) -> float:
+    """A share, rounded up to three digits."""
+    digits = 2 - math.floor(math.log10(share))
+    return float(math.ceil(share * 10**digits) / 10**digits)
+
+
+def _beyond(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> str:
+    """A sentence where no segment holds the whole sequence: after how many layers all of it is seen."""
+    if max(pattern.segment_lengths) >= num_tokens:
+        return ""
+    try:
+        layers = layers_to_cover(pattern, num_tokens, num_heads, is_causal=is_causal)
+    except NotImplementedError:  # too many residues to list
+        layers = None
+    after = f"all is seen after {layers} layers" if layers else "all is seen after several layers"
+    return f" No segment is as long as the sequence: {after}."
+
+
+def _proposals(num_tokens: int, num_heads: int, global_tokens: int) -> Iterator[DilatedPattern]:
     yield DilatedPattern((num_tokens,), (1,))
     rates = [rate for rate in range(2, num_heads + 1) if num_heads % rate == 0]
     local_lengths = sorted({part << i for part in (1, 3) for i in range(num_tokens.bit_length())})
@@ -178,23 +204,25 @@ def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
             if not max(SHORTEST, 4 * rate) <= local < num_tokens:
                 continue
             yield DilatedPattern((local, num_tokens), (1, rate))
-            yield DilatedPattern((num_tokens,), (rate,), window=local // 2)
+            yield DilatedPattern((num_tokens,), (rate,), window=local // 2, global_tokens=global_tokens)
             parts = max(2, math.isqrt(num_tokens // local) + 1)  # n (n + 1) of them reach the next boundary of all branches
             if (parts + 1) * local < num_tokens:
                 yield DilatedPattern((local, parts * local, (parts + 1) * local), (1, rate, rate))
 
 
 def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> str:
-    if len(pattern.branches) == 1:
+    segments, near = pattern.split("choose_pattern")
+    if not near and len(segments) == 1:
         return f"Dense attention: every token reads {'itself and all tokens before it' if is_causal else 'all tokens'}."
-    segments, window = pattern.split("choose_pattern")
-    (far, rate), *third = segments if window else segments[1:]
-    near = f"a window of {window.size:,} tokens" if window else f"its segment of {segments[0].segment_length:,} tokens"
+    (far, rate), *third = segments if near else segments[1:]
+    reads = f"its segment of {segments[0].segment_length:,} tokens"
+    if near:
+        reads = f"a window of {near.window:,} tokens" + (f" and the first {near.global_tokens}" if near.global_tokens else "")
     where = f"the tokens of longer segments of {far:,} and {third[0][0]:,}" if third else f"all {num_tokens:,} tokens"
     num_readers = num_heads // rate
     count = f"{num_readers} heads keep the same tokens" if num_readers > 1 else "each head keeps other tokens"
     order = " No token reads a later one." if is_causal else ""
-    return f"Each token reads {near}. In each head, 1 in {rate} of {where} also read each other; {count}.{order}"
+    return f"Each token reads {reads}. In each head, 1 in {rate} of {where} also read each other; {count}.{order}"
 
 
 def _about_given(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> str:

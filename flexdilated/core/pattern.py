@@ -12,6 +12,7 @@ from flexdilated.core.branch import Branch, GlobalTokens, HeadRun, Kept, Near, S
 from flexdilated.core.integers import as_integer, at_least_one, index_below, integer_tuple
 from flexdilated.core.keywords import renamed
 from flexdilated.core.pattern_svg import branches_svg
+from flexdilated.core.presets import FIRST_TOKENS, causal_sizes, check_branches, gigapath_lengths
 
 Heads = Literal["all", "grouped"]
 Offsets = Literal["blocked", "interleaved"]
@@ -81,26 +82,7 @@ class DilatedPattern:
         if self.window is not None:
             object.__setattr__(self, "window", at_least_one("window", self.window))
         object.__setattr__(self, "global_tokens", as_integer("global_tokens", self.global_tokens))
-        for name, number in (("window", self.window or 0), ("global_tokens", self.global_tokens)):
-            if not 0 <= number <= MAX_LENGTH:
-                raise ValueError(f"{name} must be in [{int(name == 'window')}, {MAX_LENGTH}], got {number}")
-        if not self.segment_lengths and self.window is None and not self.global_tokens:
-            raise ValueError("segment_lengths must hold at least one length without a window or global_tokens, got ()")
-        if len(self.segment_lengths) > MAX_BRANCHES:
-            raise ValueError(
-                f"segment_lengths must hold at most {MAX_BRANCHES} lengths, one for each branch, got {len(self.segment_lengths)}"
-            )
-        if len(self.segment_lengths) != len(self.dilation_rates):
-            raise ValueError(
-                f"dilation_rates must hold one rate per segment length ({len(self.segment_lengths)}), got {self.dilation_rates}"
-            )
-        for i, (length, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
-            if length < 1:
-                raise ValueError(f"segment_lengths[{i}] must be at least 1, got {length}")
-            if length > MAX_LENGTH:
-                raise ValueError(f"segment_lengths[{i}] must be at most {MAX_LENGTH}, got {length}")
-            if not 1 <= rate <= length:
-                raise ValueError(f"dilation_rates[{i}] must be in [1, segment_lengths[{i}]={length}], got {rate}")
+        check_branches(self, MAX_LENGTH, MAX_BRANCHES)
         if self.heads not in HEADS:
             raise ValueError(f"heads must be one of {HEADS}, got {self.heads!r}")
         if self.offsets not in OFFSETS:
@@ -145,11 +127,20 @@ class DilatedPattern:
 
     @classmethod
     @renamed(num_heads="num_kv_heads, the number of key/value heads")
-    def causal(cls, seq_len: int, num_kv_heads: int, *, window: int | None = None, rate: int | None = None) -> DilatedPattern:
-        """A pattern for causal models: a sliding window over near tokens, and one dilated branch over the whole sequence.
+    def causal(
+        cls,
+        seq_len: int,
+        num_kv_heads: int,
+        *,
+        window: int | None = None,
+        rate: int | None = None,
+        global_tokens: int = FIRST_TOKENS,
+        budget: float | None = None,
+    ) -> DilatedPattern:
+        """A pattern for causal models: a window over near tokens, the first tokens, and one dilated branch over the whole sequence.
 
-        >>> DilatedPattern.causal(1024, 8).branches
-        (Segments(segment_length=1024, dilation_rate=4), Window(size=32))
+        >>> DilatedPattern.causal(8192, 8).branches
+        (Segments(segment_length=8192, dilation_rate=4), Window(size=256), GlobalTokens(count=4))
 
         A token and head cost about `window + seq_len / (2 * rate**2)` keys on average; dense attention costs `seq_len / 2`.
         Information from every token reaches all later tokens after enough layers.
@@ -157,35 +148,31 @@ class DilatedPattern:
         Args:
             seq_len: Tokens of the longest sequence.
             num_kv_heads: Key/value heads, which may be fewer than query heads.
-            window: Size of the window. Default: `seq_len / (2 * rate**2)`, so that window and branch cost the same, rounded down
-                to a multiple of a large power of two; at least `2 * rate`.
-            rate: Rate of the far branch. Default: the largest rate that leaves two heads to each residue, about `num_kv_heads / 2`;
-                2 for two or three heads. For one head, or at most `4 * rate` tokens, the pattern is dense attention.
+            window: Size of the window. Default: `seq_len / (2 * rate**2)`, so that window and far branch cost the same, but at
+                least 256, rounded down to a multiple of a large power of two.
+            rate: Rate of the far branch. Default: the largest rate up to 8 that leaves two heads to each residue, about
+                `num_kv_heads / 2`; 2 for two or three heads. For one head, or at most 256 tokens, the pattern is dense attention.
+            global_tokens: First tokens that every query sees.
+            budget: Pairs to score, as a share of the pairs of dense attention, in (0, 1], in place of a window: the longest window
+                within it.
 
         Raises:
-            ValueError: If a number is below 1, `seq_len` above 2**40, a residue without a head, or `window` is 1 at a rate above 1.
-            TypeError: If a number is not an integer.
+            ValueError: If a number is out of range, a residue has no head, `window` is 1 at a rate above 1 or comes with a budget,
+                or a window of 256 tokens exceeds the budget.
+            TypeError: If a number has the wrong type.
         """
         seq_len, num_kv_heads = at_least_one("seq_len", seq_len), at_least_one("num_kv_heads", num_kv_heads)
         if seq_len > MAX_LENGTH:
             raise ValueError(f"seq_len must be at most {MAX_LENGTH}, got {seq_len}")
-        if rate is None:
-            max_rate = min(seq_len, max(num_kv_heads // 2, min(num_kv_heads, 2)))
-            rate = next(r for r in range(max_rate, 0, -1) if (num_kv_heads - 1) // ceil_div(num_kv_heads, r) == r - 1)
-        if (rate := at_least_one("rate", rate)) > seq_len or (num_kv_heads - 1) // ceil_div(num_kv_heads, rate) != rate - 1:
-            raise ValueError(
-                f"rate must be at most seq_len={seq_len} and have a head for each of its residues among "
-                f"num_kv_heads={num_kv_heads}, got {rate}; use a divisor of num_kv_heads"
-            )
+
+        def share(rate: int, window: int) -> float:
+            pattern = cls((seq_len,), (rate,), window=window, global_tokens=global_tokens)
+            return pattern.count_pairs(seq_len, num_kv_heads, is_causal=True) / (num_kv_heads * seq_len * (seq_len + 1) // 2)
+
+        rate, window = causal_sizes(seq_len, num_kv_heads, window, rate, share, budget)
         if window is None:
-            if rate == 1 or 4 * rate >= seq_len:
-                return cls((seq_len,), (1,))
-            size = max(seq_len // (2 * rate**2), 2 * rate)
-            unit = 1 << (size // 4).bit_length() - 1  # kernels prefer lengths with a large power of two
-            window = max(size // unit * unit, 2 * rate)
-        if at_least_one("window", window) == 1 < rate:
-            raise ValueError(f"window must be at least 2 beside a branch of rate={rate}, got 1: no query would see its neighbour")
-        return cls((seq_len,), (rate,), window=window)
+            return cls((seq_len,), (1,))
+        return cls((seq_len,), (rate,), window=window, global_tokens=global_tokens)
 
     @classmethod
     def gigapath(cls, max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
@@ -201,13 +188,7 @@ class DilatedPattern:
             ValueError: If the slide is not at least four tiles wide.
             TypeError: If a number is not an integer.
         """
-        max_wsi_size, tile_size = as_integer("max_wsi_size", max_wsi_size), as_integer("tile_size", tile_size)
-        if not 1 <= tile_size <= max_wsi_size // 4:
-            least = f"[1, {max_wsi_size // 4}], a quarter of max_wsi_size={max_wsi_size}"
-            raise ValueError(f"tile_size must be in {least}, got {tile_size}")
-        last = int(math.log2((max_wsi_size // tile_size) ** 2))
-        lengths = [int(2 ** (10 + (last - 10) * i / 4)) for i in range(5)]
-        return cls.torchscale(lengths, (1, 2, 4, 8, 16))
+        return cls.torchscale(gigapath_lengths(max_wsi_size, tile_size), (1, 2, 4, 8, 16))
 
     def to_dict(self) -> dict[str, Any]:
         """The pattern as JSON types; `from_dict` is the inverse.
