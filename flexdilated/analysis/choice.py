@@ -130,9 +130,9 @@ def choose_pattern(
         if choice.is_within_budget:
             best.setdefault(choice.pattern.dilation_rates, choice)
     shown = [
-        replace(choice, why=choice.why + _beyond(choice.pattern, num_tokens, num_heads, is_causal)) for choice in best.values()
+        replace(choice, why=choice.why + _beyond(choice.pattern, num_tokens, num_heads, is_causal))
+        for choice in [*best.values()][:most]
     ]
-    shown = shown[:most]
     if not shown:
         least = min(tried, key=lambda choice: choice.pairs)
         shown = [replace(least, why=f"{least.why} It is the cheapest: budget={_above(least.share):g} would do.")]
