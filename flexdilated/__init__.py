@@ -4,6 +4,7 @@ from flexdilated._version import __version__ as __version__
 from flexdilated.analysis import choose_pattern as choose_pattern
 from flexdilated.attention import dilated_attention as dilated_attention
 from flexdilated.convert import convert as convert
+from flexdilated.core.lse import merge_attentions as merge_attentions
 from flexdilated.core.pattern import DilatedPattern as DilatedPattern
 from flexdilated.decode import DilatedKVCache as DilatedKVCache
 from flexdilated.draw.map import draw_attention_map as draw_attention_map
@@ -37,5 +38,6 @@ __all__ = [
     "dilated_score_mod",
     "draw_attention_map",
     "draw_pattern",
+    "merge_attentions",
     "tune",
 ]

@@ -45,7 +45,7 @@ def choose(
         )
     found = choose_pattern(tokens, kv_heads, budget=budget, is_causal=causal, patterns=patterns)
     note = few_heads(found)
-    python = [options.python_of(each.pattern) for each in found.shown]
+    python = [repr(each.pattern) for each in found.shown]
     pages = [EXPLORER + _address(each.pattern, tokens, heads, kv_heads, causal=causal) for each in found.shown]
     if as_json:
         numbers = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "causal": causal, "budget": budget, "few_heads": note}

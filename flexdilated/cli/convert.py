@@ -46,6 +46,6 @@ def convert(
     set_pattern(config, "auto", tokens=tokens, budget=budget)
     shutil.copytree(folder, output)
     config.save_pretrained(output)
-    typer.echo(f"wrote '{output}' with {options.python_of(DilatedPattern.from_dict(config.dilated_pattern))}; load it by")
+    typer.echo(f"wrote '{output}' with {DilatedPattern.from_dict(config.dilated_pattern)!r}; load it by")
     typer.echo("    import flexdilated.hub.transformers")
     typer.echo(f"    AutoModel.from_pretrained({str(output)!r}, attn_implementation='flexdilated')  # or another auto class")

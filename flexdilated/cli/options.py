@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -141,13 +141,6 @@ def pattern_named(
     pattern = replace(pattern, window=pattern.window if window is None else window, heads=heads_rule, offsets=offsets)
     pattern.check_heads(heads)
     return pattern
-
-
-def python_of(pattern: DilatedPattern) -> str:
-    """A pattern as a line of Python: its lengths and rates, and what differs from the defaults."""
-    values = [(field, getattr(pattern, field.name)) for field in fields(pattern)]
-    shown = [f"{field.name}={value!r}" if field.kw_only else repr(value) for field, value in values if value != field.default]
-    return f"DilatedPattern({', '.join(shown)})"
 
 
 def device_named(name: str, *, auto: Sequence[str] = ("cuda", "mps")) -> torch.device:

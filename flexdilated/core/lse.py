@@ -14,6 +14,44 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One attention from partial attentions of the same queries over different keys.
+
+    >>> q, k, v = torch.randn(3, 1, 64, 4, 8)
+    >>> pattern = DilatedPattern((64,), (1,))
+    >>> first = (torch.arange(64) < 24)[None]
+    >>> parts = [dilated_attention(q, k, v, pattern, key_padding_mask=mask, return_lse=True) for mask in (first, ~first)]
+    >>> out, lse = merge_attentions(*zip(*parts))
+    >>> torch.allclose(out, dilated_attention(q, k, v, pattern), atol=1e-5)
+    True
+
+    `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. A query without keys in all parts has `out = 0` and
+    `lse = -inf`. Differentiable. Source: blockwise softmax as in ring attention (arXiv 2310.01889); NATTEN has a function of this
+    name, whose lse is `(B, N, H)`.
+
+    Args:
+        outs: Outputs, `(B, N, H, D)` each.
+        lses: Their natural log-sum-exps, `(B, H, N)` each, as `dilated_attention(..., return_lse=True)` returns them.
+
+    Returns:
+        `out` in the dtype of the first output, and `lse` in that of the first lse.
+
+    Raises:
+        ValueError: If there is no part, there are more outputs than lses, or shapes differ.
+    """
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"outs must be as many as lses and at least one, got {len(outs)} and {len(lses)}")
+    batch, tokens, heads, _ = outs[0].shape
+    for i, (out, lse) in enumerate(zip(outs, lses)):
+        if out.shape != outs[0].shape or lse.shape != (batch, heads, tokens):
+            raise ValueError(
+                f"outs[{i}] and lses[{i}] must have shapes (B, N, H, D)={tuple(outs[0].shape)} and (B, H, N)="
+                f"{(batch, heads, tokens)}, got {tuple(out.shape)} and {tuple(lse.shape)}"
+            )
+    parts = [(out.to(lse.dtype), lse.transpose(1, 2)) for out, lse in zip(outs, lses)]
+    return mix_branches(parts, outs[0].dtype, detach_weights=False)
+
+
 def merge_(out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> None:
     """Merge the partial attention `(out_i, lse_i)` into the running `(out, lse)`, in place.
 

@@ -190,6 +190,11 @@ class DilatedPattern:
         """
         return cls.torchscale(gigapath_lengths(max_wsi_size, tile_size), (1, 2, 4, 8, 16))
 
+    def __repr__(self) -> str:
+        values = [(field, getattr(self, field.name)) for field in fields(self)]
+        shown = [f"{field.name}={value!r}" if field.kw_only else repr(value) for field, value in values if value != field.default]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def to_dict(self) -> dict[str, Any]:
         """The pattern as JSON types; `from_dict` is the inverse.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -49,7 +48,7 @@ def dilated_mask_mod(
 
 def dilated_score_mod(
     pattern: DilatedPattern, num_heads: int, *, seq_len: int, is_causal: bool = False, num_kv_heads: int | None = None
-) -> ScoreMod:
+) -> ScoreMod | None:
     """`score_mod(score, b, h, q_idx, kv_idx)`: the score plus the log of how many branches join the pair.
 
     >>> score_mod = dilated_score_mod(DilatedPattern((4, 8), (1, 1)), 8, seq_len=16)
@@ -59,17 +58,14 @@ def dilated_score_mod(
     A key that m branches of segments join counts m times in the softmax, and a pair of the window or the global tokens once. A pair
     that no branch joins gets -inf, so the mask only saves work. The arguments are those of `dilated_mask_mod`.
 
-    A pattern in which every pair counts once, such as a window, global tokens and one branch of segments, needs no score function:
-    `flex_attention` with its mask alone computes it, in less time.
+    None for a pattern in which every pair counts once, such as a window, global tokens and one branch of segments: `flex_attention`
+    with the mask alone computes it, in less time.
 
     Raises:
         TypeError: As `dilated_mask_mod`.
         ValueError: As `dilated_mask_mod`.
         NotImplementedError: As `dilated_mask_mod`; or if `detach_weights` would change the gradient, which is then not that of any
             score function.
-
-    Warns:
-        UserWarning: Once, if every pair of the pattern counts once.
     """
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
     if pattern.detach_weights and has_several(pattern):
@@ -77,18 +73,7 @@ def dilated_score_mod(
             "pattern must have detach_weights=False, got True: constant mixing weights are the gradient of no score_mod; use "
             "dataclasses.replace(pattern, detach_weights=False), which has the same outputs, or flexdilated.dilated_attention"
         )
-    if not has_several(pattern) and not torch.compiler.is_compiling():
-        _say_unneeded()
-    return uncached(score_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
-
-
-@lru_cache(maxsize=1)  # once
-def _say_unneeded() -> None:
-    warnings.warn(
-        "dilated_score_mod is not needed for this pattern: every pair counts once, and flex_attention with the block mask alone gives "
-        "the same result in less time",
-        stacklevel=3,
-    )
+    return uncached(score_mod_of)(pattern, num_heads, num_kv_heads, is_causal) if has_several(pattern) else None
 
 
 def has_several(pattern: DilatedPattern) -> bool:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern, choose_pattern
-from flexdilated.cli.options import python_of
 from tests.commands import invoke
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
@@ -32,7 +31,7 @@ def test_a_converted_model_has_the_weights_and_the_chosen_pattern(saved: Path) -
     assert (code, err) == (0, "")
     pattern = choose_pattern(331, 8, budget=0.2, is_causal=True).shown[0].pattern
     assert out.splitlines() == [
-        f"wrote '{output}' with {python_of(pattern)}; load it by",
+        f"wrote '{output}' with {pattern!r}; load it by",
         "    import flexdilated.hub.transformers",
         f"    AutoModel.from_pretrained('{output}', attn_implementation='flexdilated')  # or another auto class",
     ]

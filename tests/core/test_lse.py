@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexdilated import merge_attentions
 from flexdilated.core.lse import add_zero_keys_, for_backward, merge_, sink_scale
 from tests.tolerances import EXACT
 
@@ -122,3 +123,41 @@ def test_share_beside_a_sink_is_what_a_softmax_over_one_more_key_leaves() -> Non
     assert torch.equal(sink_scale(sinks, lse).isnan(), torch.zeros(5, 5, dtype=torch.bool))
     # A row without keys beside no sink has nothing, where the quotient of nothing by nothing is NaN; beside +inf all is the sink's.
     torch.testing.assert_close(sink_scale(sinks, lse), expected.nan_to_num(0.0), rtol=1e-14, atol=0.0)
+
+
+def test_merged_attentions_are_the_whole_with_its_gradients() -> None:
+    scores = (torch.randn(2, 3, ROWS, KEYS, dtype=torch.float64) * 3).requires_grad_()  # (B, H, N, keys)
+    values = torch.randn(2, 3, KEYS, HEAD_DIM, dtype=torch.float64, requires_grad=True)
+    hidden = torch.arange(KEYS) < torch.tensor([[0], [KEYS], [5], [1], [9], [9], [KEYS]])  # two queries without a key
+
+    def attend(seen: Tensor) -> tuple[Tensor, Tensor]:
+        weighted = torch.where(seen, scores, -1e9).exp() * seen
+        total = weighted.sum(-1)
+        out = weighted / total.clamp(min=1e-300)[..., None] @ values
+        return out.transpose(1, 2), torch.where(total > 0, total.clamp(min=1e-300).log(), -math.inf)
+
+    parts = [attend(~hidden & (torch.arange(KEYS) % 3 == i)) for i in range(3)]
+    out, lse = merge_attentions(*map(list, zip(*parts)))
+    whole, whole_lse = attend(~hidden)
+    torch.testing.assert_close((out, lse), (whole, whole_lse), **EXACT)
+    dout = torch.randn_like(out)
+    for found, expected in zip(*(torch.autograd.grad((x * dout).sum(), (scores, values), retain_graph=True) for x in (out, whole))):
+        torch.testing.assert_close(found, expected, **EXACT)
+    half, _ = merge_attentions([part.bfloat16() for part, _ in parts], [x.float() for _, x in parts])
+    assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "match"),
+    [
+        ([], [], "outs must be as many as lses and at least one, got 0 and 0"),
+        (
+            [torch.ones(1, 2, 3, 4)],
+            [torch.ones(1, 2, 3)],
+            r"outs\[0\] and lses\[0\] must have shapes .*, got .* and \(1, 2, 3\)",
+        ),
+    ],
+)
+def test_merge_attentions_rejects(outs: list[Tensor], lses: list[Tensor], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        merge_attentions(outs, lses)

@@ -218,7 +218,8 @@ def by_mask_functions(case: Question, patch: pytest.MonkeyPatch) -> Results:
         seen = joined(b, h, i[:, None], i) & (
             ~torch.zeros_like(b).bool() if key_padding_mask is None else ~key_padding_mask[:, None, None]
         )
-        scores = count(scores, b, h, i[:, None], i).masked_fill(~seen, -torch.inf)
+        scores = scores if count is None else count(scores, b, h, i[:, None], i)
+        scores = scores.masked_fill(~seen, -torch.inf)
         reached = seen.any(-1, keepdim=True)
         weights = torch.softmax(scores.masked_fill(~reached, 0.0), -1) * reached
         lse = torch.logsumexp(scores.masked_fill(~reached, 0.0), -1).masked_fill(~reached[..., 0], -torch.inf)

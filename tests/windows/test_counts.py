@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from flexdilated import DilatedPattern, analysis
 from flexdilated.analysis import coverage
-from flexdilated.cli.options import python_of
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.pattern import cell_counts, multiplicity, multiplicity_panels
 from flexdilated.draw.tiles import Tally, head_tiles
@@ -156,7 +155,7 @@ def test_commands_take_a_window() -> None:
     assert "#w=&r=&window=3&N=64&" in out
     assert invoke("choose", "--tokens", 64, "--window", 0)[0] == 2
     pattern = DilatedPattern((8, 16), (1, 2), window=3, heads="grouped")
-    assert python_of(pattern) == "DilatedPattern((8, 16), (1, 2), window=3, heads='grouped')"
+    assert repr(pattern) == "DilatedPattern((8, 16), (1, 2), window=3, heads='grouped')"
     svg = pattern._repr_svg_()
     assert svg.count("<polygon") == 1
     assert "window of 3 tokens" in svg
