@@ -147,8 +147,8 @@ def joined_rows(
     """The token at each row of a branch, -1 for a row of zeros, and which query rows see which key rows, `(Hkv, rows, rows)`."""
     segments, window = pattern.split("the definition")
     source, segment = _rows(pattern, segments[branch], num_tokens) if branch < len(segments) else (list(range(num_tokens)), 0)
-    p = torch.arange(len(source))
-    joined = torch.zeros(kv_heads, len(source), len(source), dtype=torch.bool)
+    p = torch.arange(len(source), device="cpu")  # whatever the default device is
+    joined = torch.zeros(kv_heads, len(source), len(source), dtype=torch.bool, device="cpu")
     for head in pattern.head_range(branch, kv_heads):
         if window is not None and branch == len(segments):
             joined[head] = (p[:, None] - p).abs() < window.size
