@@ -40,7 +40,7 @@ from flexdilated.draw.pattern import multiplicity
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.masks.blocks import head_branches
 from flexdilated.nn.position import XPos
-from tests.doors.cases import PatternWithComet
+from tests.doors.cases import Comet, PatternWithComet
 
 COMET = PatternWithComet((5, 13), (1, 2))
 LENGTHS, RATES = (5, 7, 11), (1, 2, 3)
