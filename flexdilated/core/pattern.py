@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from flexdilated.core.boundaries import first_near_ends, is_crossed
-from flexdilated.core.branch import Branch, HeadRun, Kept, Segments, Window, ceil_div, segments_among, split_kinds
+from flexdilated.core.branch import Branch, HeadRun, Kept, Segments, Window, ceil_div, split_kinds
 from flexdilated.core.integers import as_integer, at_least_one, index_below, integer_tuple
 from flexdilated.core.keywords import renamed
 from flexdilated.core.pattern_svg import branches_svg
@@ -257,14 +257,6 @@ class DilatedPattern:
     def detaches(self) -> bool:
         """Whether `detach_weights` changes a gradient: one branch alone has a mixing weight of 1."""
         return self.detach_weights and len(self.branches) > 1
-
-    def segments(self, consumer: str) -> tuple[Segments, ...]:
-        """The branches, for code that knows segments alone.
-
-        Raises:
-            NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
-        """
-        return segments_among(self.branches, consumer)
 
     def kept(self, head: int, num_heads: int, consumer: str) -> tuple[Kept, ...]:
         """The branches of segments that a head runs, in order, with its offsets. For code that also knows the window.
