@@ -1,8 +1,8 @@
 """The kinds of branches of a pattern, and the rule of each: what a head keeps, which pairs join, how many, and how far apart.
 
 The class of a branch is its kind: `Segments` or `Window`. `Kept` is a branch of segments as one head keeps it. Code that computes
-something from branches calls `DilatedPattern.split`, and passes its own name for the error message. A branch of another kind raises;
-it is never left out of a result.
+something from branches calls `DilatedPattern.split`, and passes its own name for the error message. A branch of another kind raises
+an error; it is never left out of a result.
 """
 
 from __future__ import annotations
