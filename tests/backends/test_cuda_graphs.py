@@ -87,7 +87,7 @@ def test_a_float_mask_is_looked_at_outside() -> None:
 @torch.no_grad()
 def test_block_lists_are_made_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        flexdilated.backends.flex.backend.kernel, "flex_attention", lambda q, *_, block_mask, **__: q + block_mask.kv_indices.sum()
+        flexdilated.backends.flex.kernel, "flex_attention", lambda q, *_, block_mask, **__: q + block_mask.kv_indices.sum()
     )
     x = torch.randn(1, 131, 2, 16)
     compiled, graphs = traced(lambda x: dilated_attention(x, x, x, PATTERN, backend="flex"))
