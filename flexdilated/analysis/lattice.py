@@ -18,7 +18,6 @@ Integers = NDArray[np.int64]
 
 MOST_MULTIPLE = 2**62  # of rates that are met at once: positions are 64-bit integers
 MOST_RATE = 2**31  # likewise: two of them are multiplied
-MOST_LISTED = 2**20  # residues
 MOST_CELLS = 2**22  # looked at for each set of branches: a few arrays of 32 MB
 
 
@@ -46,16 +45,6 @@ def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
     return num_tokens, num_heads
 
 
-def check_listable(pattern: DilatedPattern) -> None:
-    """Raise if a rate has too many residues to list.
-
-    Raises:
-        NotImplementedError: If a rate is above 2**20.
-    """
-    if max((rate for _, rate in pattern.split("lists of residues")[0]), default=1) > MOST_LISTED:
-        raise NotImplementedError(f"dilation_rates must be at most {MOST_LISTED} to list residues, got {pattern.dilation_rates}")
-
-
 def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:
     """Heads by the tokens that they keep: `{branches of segments as they run them: heads}`. The window is not included."""
     groups: dict[tuple[Kept, ...], list[int]] = {}
@@ -66,13 +55,14 @@ def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dic
     return groups
 
 
-def merge_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Together]:
-    """The distinct branches of segments of all heads together, the shortest segments first."""
-    offsets_by_branch: dict[tuple[int, int], set[int]] = {}
-    for branches in group_heads(pattern, num_tokens, num_heads):
-        for length, rate, offset in branches:
-            offsets_by_branch.setdefault((length, rate), set()).add(offset)
-    return [Together(length, rate, tuple(sorted(offsets))) for (length, rate), offsets in sorted(offsets_by_branch.items())]
+def merge_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[list[Together], int]:
+    """The distinct branches of segments of all heads, the shortest first, and the tokens that the window sees on each side."""
+    segments, window = pattern.split("coverage and reach")
+    offsets: dict[tuple[int, int], set[int]] = {}
+    for i, (length, rate) in enumerate(segments):
+        offsets.setdefault((min(length, num_tokens), rate), set()).update(pattern.kept_offsets(i, num_heads))
+    branches = [Together(length, rate, tuple(sorted(kept))) for (length, rate), kept in sorted(offsets.items())]
+    return branches, window.size - 1 if window else 0
 
 
 def each_block(lengths: Sequence[int], num_tokens: int) -> Iterator[tuple[int, int]]:
