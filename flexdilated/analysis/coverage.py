@@ -1,8 +1,8 @@
 """Tokens that no head keeps, and the number of layers until every token has seen every other.
 
-Tokens of the same segments with the same residues see the same tokens: one represents all of them. Where segments nest, two segments
-of a length and the last one represent any number of them. With a window or causality, the search holds every token. It follows a few
-queries if all segments span the sequence: a query's residue and its distance from both ends then decide what it sees.
+Tokens of the same segments with the same residues see the same tokens: one represents all of them. Where segments nest, two
+segments of a length and the last one represent any number of them. With a window or causality, the search holds every token. It
+follows a few queries if all segments span the sequence: residue and distance from both ends then decide what a query sees.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
     column = np.arange(len(queries))
     seen_by = np.zeros((len(tokens), ceil_div(len(queries), 8)), np.uint8)  # a bit for each query
     seen_by[np.searchsorted(tokens, queries), column // 8] = 128 >> column % 8
-    everything = next(each_layer(seen_by, tokens, [Together(num_tokens, 1, (0,))], 0, is_causal=is_causal))
-    layers_seen = enumerate(each_layer(seen_by, tokens, branches, step, is_causal=is_causal), start=1)
+    _, everything = each_layer(seen_by, tokens, [Together(num_tokens, 1, (0,))], 0, is_causal=is_causal)
+    layers_seen = enumerate(each_layer(seen_by, tokens, branches, step, is_causal=is_causal))
     return next((layers for layers, seen in layers_seen if (seen == everything).all()), None)
 
 
@@ -144,6 +144,6 @@ def _representatives(branches: list[Together], num_tokens: int) -> tuple[Integer
 def _check(count: int, most: int, what: str, num_tokens: int) -> None:
     if count > most:
         raise NotImplementedError(
-            f"num_tokens must give at most {most} {what} to look at, got {count} for {num_tokens} tokens; use segments that span the "
-            "sequence, or that divide one another at rates that divide the shortest, or keys_seen for single queries"
+            f"num_tokens must give at most {most} {what} to look at, got {count} for {num_tokens} tokens; use segments that span "
+            "the sequence, or that divide one another at rates that divide the shortest, or keys_seen for single queries"
         )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import combinations
+from functools import lru_cache
 from math import comb, lcm
+from operator import mul
 from typing import NamedTuple
 
-from flexdilated.analysis.lattice import checked, count_common, each_block, group_heads, sum_exact
+import numpy as np
+
+from flexdilated.analysis.lattice import checked, count_common, each_block, group_heads
 from flexdilated.core.branch import Kept, Window
 from flexdilated.core.pattern import DilatedPattern
 
-MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
+MAX_BRANCHES = 12  # of one head: each set of them is counted
 
 
 class Balance(NamedTuple):
@@ -58,13 +60,10 @@ def count_pairs(
     counts = []
     segments, window = pattern.split("count_pairs")
     for branch, (length, rate) in enumerate(segments):
-        by_offset: dict[int, int] = {}
         row = [0] * num_heads
-        for head in pattern.head_range(branch, num_heads):
-            offset = pattern.offset(branch, head, num_heads)
-            if offset not in by_offset:
-                by_offset[offset] = Kept(length, rate, offset).count_pairs(num_tokens, is_causal=is_causal)
-            row[head] = by_offset[offset]
+        for offset, start, step, heads in pattern.head_runs(branch, num_heads):
+            pairs = Kept(length, rate, offset).count_pairs(num_tokens, is_causal=is_causal)
+            row[start : start + step * heads : step] = [pairs] * heads
         counts.append(tuple(row))
     if window is not None:
         counts.append((window.count_pairs(num_tokens, is_causal=is_causal),) * num_heads)
@@ -86,58 +85,60 @@ def count_multiplicities(
     ({1: 128, 2: 32}, {1: 128, 2: 32})
 
     A pair that m branches join counts m times in the softmax: `sum(m * pairs)` is scored; a mask over the sequence would score
-    `sum(pairs)`. Counted by inclusion and exclusion over sets of branches, with the Chinese remainder theorem. Arguments and
-    errors are those of `count_pairs`. Time grows with the number of segments until their boundaries repeat, not with N.
+    `sum(pairs)`. Counted for each set of branches, with the Chinese remainder theorem. Arguments and errors are those of
+    `count_pairs`. Time grows with the number of segments until their boundaries repeat, not with N.
 
     Raises:
         NotImplementedError: If a head runs more than 12 branches, or rates have a least common multiple of 2**62 or more.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     counts_by_head: list[dict[int, int]] = [{}] * num_heads
-    joined_pairs: dict[tuple[Kept | Window, ...], int] = {}
     window = pattern.split("count_multiplicities")[1]
     for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
-        branches: list[Kept | Window] = [*kept, *([] if window is None else [window])]
-        counts = _multiplicities(branches, num_tokens, joined_pairs, is_causal=is_causal)
+        if (count := len(kept) + (window is not None)) > MAX_BRANCHES:
+            raise NotImplementedError(
+                f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {count}"
+            )
+        counts = _multiplicities(kept, window, num_tokens, is_causal=is_causal)
         for head in heads:
             counts_by_head[head] = counts
     return tuple(dict(head_counts) for head_counts in counts_by_head)
 
 
-def _multiplicities(
-    branches: Sequence[Kept | Window], num_tokens: int, joined_pairs: dict[tuple[Kept | Window, ...], int], *, is_causal: bool
-) -> dict[int, int]:
-    """`count_multiplicities` of one head. `joined_pairs` holds the number of pairs that all branches of a set join."""
-    if len(branches) > MAX_BRANCHES:
-        raise NotImplementedError(
-            f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {len(branches)}"
-        )
-    # By the size of a set of branches: the pairs that all of it join, summed over the sets of that size.
-    joined = [0] * (len(branches) + 1)
-    empty: set[frozenset[int]] = set()
-    for size in range(1, len(branches) + 1):
-        for chosen in combinations(range(len(branches)), size):
-            if size > 1 and any(frozenset(chosen) - {i} in empty for i in chosen):
-                empty.add(frozenset(chosen))
-                continue
-            members = tuple(sorted({branches[i] for i in chosen}))
-            if members not in joined_pairs:
-                joined_pairs[members] = _joined_by_all(members, num_tokens, is_causal=is_causal)
-            pairs = joined_pairs[members]
-            if not pairs:
-                empty.add(frozenset(chosen))
-            joined[size] += pairs
-    exactly = {
-        m: sum((-1) ** (size - m) * comb(size, m) * joined[size] for size in range(m, len(joined))) for m in range(1, len(joined))
-    }
-    return {m: pairs for m, pairs in exactly.items() if pairs}
+def _multiplicities(kept: tuple[Kept, ...], window: Window | None, num_tokens: int, *, is_causal: bool) -> dict[int, int]:
+    """`count_multiplicities` of one head: pairs outside the window count once per segment, those inside once more."""
+    every = _joined_by(kept, Window(num_tokens), num_tokens, is_causal=is_causal)
+    near = [0] * len(every) if window is None else _joined_by(kept, window, num_tokens, is_causal=is_causal)
+    counts = [0] * (len(every) + 1)
+    for m, (pairs, near_pairs) in enumerate(zip(every, near)):
+        counts[m] += pairs - near_pairs
+        counts[m + 1] += near_pairs
+    return {m: pairs for m, pairs in enumerate(counts) if m and pairs}
 
 
-def _joined_by_all(members: tuple[Kept | Window, ...], num_tokens: int, *, is_causal: bool) -> int:
-    if len(members) == 1:
-        return members[0].count_pairs(num_tokens, is_causal=is_causal)
-    kept = [branch for branch in members if isinstance(branch, Kept)]
-    window = next((branch for branch in members if isinstance(branch, Window)), Window(num_tokens))
-    rows = window.rows(lcm(*(branch.rate for branch in kept)))  # kept tokens of a cell are so far apart
-    blocks = each_block([branch.length for branch in kept], num_tokens)
-    return sum(times * sum_exact(count_common(kept, tokens), rows, is_causal=is_causal) for tokens, times in blocks)
+def _joined_by(kept: tuple[Kept, ...], window: Window, num_tokens: int, *, is_causal: bool) -> list[int]:
+    """The number of pairs within a window that exactly m of the branches of segments join, for m = 0, 1, ...
+
+    A pair that m branches join is in `comb(m, n)` of the sets of n branches.
+    """
+    by_size = [window.count_pairs(num_tokens, is_causal=is_causal), *[0] * len(kept)]
+
+    def add(chosen: tuple[Kept, ...], further: tuple[Kept, ...]) -> None:
+        for i, branch in enumerate(further, start=1):
+            if pairs := _joined_by_all((*chosen, branch), window, num_tokens, is_causal=is_causal):
+                by_size[len(chosen) + 1] += pairs
+                add((*chosen, branch), further[i:])
+
+    add((), kept)
+    sizes = range(len(by_size))
+    return [sum((-1) ** (n - m) * comb(n, m) * by_size[n] for n in sizes[m:]) for m in sizes]
+
+
+@lru_cache(maxsize=4096)  # heads share sets of branches
+def _joined_by_all(branches: tuple[Kept, ...], window: Window, num_tokens: int, *, is_causal: bool) -> int:
+    rows, total = window.rows(lcm(*(branch.rate for branch in branches))), 0  # kept tokens of a cell are so far apart
+    for size, repeats in each_block([branch.length for branch in branches], num_tokens):
+        counts, times = np.unique(count_common(branches, size), return_counts=True)
+        pairs = [rows.count_pairs(count, is_causal=is_causal) for count in counts.tolist()]
+        total += repeats * sum(map(mul, pairs, times.tolist()))
+    return total

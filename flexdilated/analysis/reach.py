@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import TypeVar
@@ -70,10 +71,9 @@ def reachable(
     if num_tokens > MAX_MATRIX:
         raise ValueError(f"num_tokens must be at most {MAX_MATRIX}, got {num_tokens}; use keys_seen for single queries")
     branches, step = merge_heads(pattern, num_tokens, num_heads)
-    seen_by = np.eye(num_tokens, dtype=np.bool_)
-    for seen_by in islice(each_layer(seen_by, np.arange(num_tokens), branches, step, is_causal=is_causal), layers):
-        pass
-    return seen_by.T
+    position, start = np.arange(num_tokens), np.eye(num_tokens, dtype=np.bool_)
+    seen_by = islice(each_layer(start, position, branches, step, is_causal=is_causal), min(layers, num_tokens) + 1)
+    return deque(seen_by, maxlen=1).pop().T
 
 
 def keys_seen(
@@ -113,16 +113,14 @@ def keys_seen(
             "use fewer layers or shorter segments"
         )
     position = np.arange(low, high)
-    seen_by = position == query
-    for seen_by in islice(each_layer(seen_by, position, branches, step, is_causal=is_causal), layers):
-        pass
-    return position[seen_by]
+    seen_by = islice(each_layer(position == query, position, branches, step, is_causal=is_causal), min(layers, num_tokens) + 1)
+    return position[deque(seen_by, maxlen=1).pop()]
 
 
 def each_layer(
     seen_by: NDArray[T], tokens: Integers, branches: list[Together], step: int, *, is_causal: bool
 ) -> Iterator[NDArray[T]]:
-    """By which queries each token is seen after one layer, two layers, and so on, up to the last layer that adds something.
+    """The queries that have seen each token after 0 layers, 1 layer, and so on, up to the last layer that adds something.
 
     Args:
         seen_by: Before the first layer. One row per token; the rest is a bool, or bits of integers, for each query.
@@ -137,6 +135,7 @@ def each_layer(
         clique = tokens[rows] // length * rate + tokens[rows] % length % rate
         order = np.argsort(clique, kind="stable")
         cliques += np.split(rows[order], np.flatnonzero(np.diff(clique[order])) + 1)
+    yield seen_by
     while True:
         further, reach = seen_by.copy(), 0
         while reach < min(step, len(tokens)):  # 1, 3, 7, ... tokens on each side
@@ -149,8 +148,7 @@ def each_layer(
             further[rows] |= (np.bitwise_or.accumulate if is_causal else np.bitwise_or.reduce)(seen_by[rows])
         if (further == seen_by).all():
             return
-        seen_by = further
-        yield seen_by
+        yield (seen_by := further)
 
 
 def _check_layers(layers: int) -> None:

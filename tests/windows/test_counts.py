@@ -126,9 +126,7 @@ def test_layers_of_a_million_tokens() -> None:
         )
     local = DilatedPattern((64, 10**6), (2, 8), window=8)
     for is_causal in (False, True):
-        with pytest.raises(
-            NotImplementedError, match="^num_tokens must give at most 1073741824 pairs to look at, got 1000000000000"
-        ):
+        with pytest.raises(NotImplementedError, match=r"^num_tokens must give at most 1073741824 pairs to look"):
             analysis.layers_to_cover(local, 10**6, 8, is_causal=is_causal)
     last = analysis.keys_seen(far, 10**6, 8, 10**6 - 1, is_causal=True)
     assert last.tolist() == [*range(7, 999_992, 8), *range(999_992, 10**6)]
