@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.core.branch import Kept, Window
+from flexdilated.core.branch import Kept, Near
 from flexdilated.core.integers import at_least_one
 from flexdilated.core.pattern import DilatedPattern
 
@@ -18,7 +18,6 @@ Integers = NDArray[np.int64]
 
 MOST_MULTIPLE = 2**62  # of rates that are met at once: positions are 64-bit integers
 MOST_RATE = 2**31  # likewise: two of them are multiplied
-MOST_LISTED = 2**20  # residues
 MOST_CELLS = 2**22  # looked at for each set of branches: a few arrays of 32 MB
 
 
@@ -46,16 +45,6 @@ def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
     return num_tokens, num_heads
 
 
-def check_listable(pattern: DilatedPattern) -> None:
-    """Raise if a rate has too many residues to list.
-
-    Raises:
-        NotImplementedError: If a rate is above 2**20.
-    """
-    if max((rate for _, rate in pattern.split("lists of residues")[0]), default=1) > MOST_LISTED:
-        raise NotImplementedError(f"dilation_rates must be at most {MOST_LISTED} to list residues, got {pattern.dilation_rates}")
-
-
 def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:
     """Heads by the tokens that they keep: `{branches of segments as they run them: heads}`. The window is not included."""
     groups: dict[tuple[Kept, ...], list[int]] = {}
@@ -66,13 +55,14 @@ def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dic
     return groups
 
 
-def merge_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Together]:
-    """The distinct branches of segments of all heads together, the shortest segments first."""
-    offsets_by_branch: dict[tuple[int, int], set[int]] = {}
-    for branches in group_heads(pattern, num_tokens, num_heads):
-        for length, rate, offset in branches:
-            offsets_by_branch.setdefault((length, rate), set()).add(offset)
-    return [Together(length, rate, tuple(sorted(offsets))) for (length, rate), offsets in sorted(offsets_by_branch.items())]
+def merge_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[list[Together], Near]:
+    """The distinct branches of segments of all heads, the shortest first, and the pairs of window and global tokens."""
+    segments, near = pattern.split("coverage and reach")
+    offsets: dict[tuple[int, int], set[int]] = {}
+    for i, (length, rate) in enumerate(segments):
+        offsets.setdefault((min(length, num_tokens), rate), set()).update(pattern.kept_offsets(i, num_heads))
+    branches = [Together(length, rate, tuple(sorted(kept))) for (length, rate), kept in sorted(offsets.items())]
+    return branches, near
 
 
 def each_block(lengths: Sequence[int], num_tokens: int) -> Iterator[tuple[int, int]]:
@@ -109,44 +99,21 @@ def count_common(branches: Sequence[Kept], num_tokens: int) -> Integers:
         NotImplementedError: If the rates have a least common multiple beyond 64-bit integers.
     """
     rates = [branch.rate for branch in branches]
-    if math.lcm(*rates) >= MOST_MULTIPLE or max(rates) >= MOST_RATE:
+    if math.lcm(*rates) >= MOST_MULTIPLE or (len(rates) > 1 and max(rates) >= MOST_RATE):
         raise NotImplementedError(
             f"dilation_rates must be below 2**31 with a least common multiple below 2**62, got {tuple(rates)}; "
             "use rates that share factors"
         )
     start = borders(tuple(sorted({branch.length for branch in branches})), num_tokens)
-    end = np.append(start[1:], num_tokens)
-    # x = first + t * step are the tokens that the branches so far keep; `none` where there are none.
-    first, step = np.zeros_like(start), 1
-    none = np.zeros(len(start), np.bool_)
+    size = np.diff(start, append=num_tokens)
+    first, step, joined = np.zeros_like(start), 1, np.ones(len(start), np.bool_)  # first + t * step: kept by the branches so far
     for length, rate, offset in branches:
-        origin = start // length * length + offset
-        common = math.gcd(step, rate)
-        gap = origin - first
-        quotient = gap // common
+        gap, common = start // length * length + offset - first, math.gcd(step, rate)
         if common > 1:
-            none |= quotient * common != gap
+            joined &= gap % common == 0
         reduced_rate = rate // common
-        inverse = pow(step // common, -1, reduced_rate) if reduced_rate > 1 else 0
         # The inner product stays below rate * rate, the outer one below the least common multiple.
-        first = first + step * _modulo(_modulo(quotient, reduced_rate) * inverse, reduced_rate)
+        first = first + step * (gap // common % reduced_rate * pow(step // common, -1, reduced_rate) % reduced_rate)
         step *= reduced_rate
-        first = _modulo(first, step)
-    first_kept = start + _modulo(first - start, step)
-    return np.where(none | (first_kept >= end), 0, (end - 1 - first_kept) // step + 1)
-
-
-def _modulo(x: Integers, by: int) -> Integers:
-    """`x % by` in a third of the time: numpy vectorises the division, but not the remainder."""
-    return x - x // by * by
-
-
-def sum_exact(counts: Integers, window: Window, *, is_causal: bool) -> int:
-    """The pairs of a window over `n` rows, summed over all `n` in `counts`, in integers of any size."""
-    if int(counts.max()) <= len(counts):  # no sort
-        repeats = np.bincount(counts)
-        sizes = np.flatnonzero(repeats)
-        repeats = repeats[sizes]
-    else:
-        sizes, repeats = np.unique(counts, return_counts=True)
-    return sum(window.count_pairs(n, is_causal=is_causal) * m for n, m in zip(sizes.tolist(), repeats.tolist()))
+    within = (first - start) % step
+    return np.where(joined & (within < size), (size - 1 - within) // step + 1, 0)

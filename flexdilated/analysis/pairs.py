@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import combinations
+from functools import lru_cache
 from math import comb, lcm
+from operator import mul
 from typing import NamedTuple
 
-from flexdilated.analysis.lattice import checked, count_common, each_block, group_heads, sum_exact
-from flexdilated.core.branch import Kept, Window
+import numpy as np
+
+from flexdilated.analysis.lattice import checked, count_common, each_block, group_heads
+from flexdilated.core.branch import Kept, Near
 from flexdilated.core.pattern import DilatedPattern
 
-MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
+MAX_BRANCHES = 12  # of one head: each set of them is counted
 
 
 class Balance(NamedTuple):
@@ -34,7 +36,7 @@ class Balance(NamedTuple):
 def count_pairs(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """The number of (query, key) pairs that each branch scores for each head; a pair in m branches is in m of the counts.
+    """The number of (query, key) pairs that each branch scores for each head; a pair that counts m times is in m of the counts.
 
     >>> count_pairs(DilatedPattern((8, 16), (1, 4)), 16, 4)
     ((128, 128, 128, 128), (16, 16, 16, 16))
@@ -56,18 +58,16 @@ def count_pairs(
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     counts = []
-    segments, window = pattern.split("count_pairs")
+    segments, near = pattern.split("count_pairs")
     for branch, (length, rate) in enumerate(segments):
-        by_offset: dict[int, int] = {}
         row = [0] * num_heads
-        for head in pattern.head_range(branch, num_heads):
-            offset = pattern.offset(branch, head, num_heads)
-            if offset not in by_offset:
-                by_offset[offset] = Kept(length, rate, offset).count_pairs(num_tokens, is_causal=is_causal)
-            row[head] = by_offset[offset]
+        for offset, start, step, heads in pattern.head_runs(branch, num_heads):
+            pairs = Kept(length, rate, offset).count_pairs(num_tokens, is_causal=is_causal, near=near)
+            row[start : start + step * heads : step] = [pairs] * heads
         counts.append(tuple(row))
-    if window is not None:
-        counts.append((window.count_pairs(num_tokens, is_causal=is_causal),) * num_heads)
+    every = near.count_pairs(num_tokens, is_causal=is_causal)
+    of_global = near._replace(window=0).count_pairs(num_tokens, is_causal=is_causal)
+    counts += [(every - of_global,) * num_heads] * (near.window > 0) + [(of_global,) * num_heads] * (near.global_tokens > 0)
     return tuple(counts)
 
 
@@ -80,64 +80,64 @@ def balance_of(counts: tuple[tuple[int, ...], ...]) -> Balance:
 def count_multiplicities(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
 ) -> tuple[dict[int, int], ...]:
-    """By head, the number of different (query, key) pairs that exactly m branches join, `{m: pairs}`, for each m that occurs.
+    """By head, the number of different (query, key) pairs that count exactly m times, `{m: pairs}`, for each m that occurs.
 
     >>> count_multiplicities(DilatedPattern((8, 16), (1, 2)), 16, 2)
     ({1: 128, 2: 32}, {1: 128, 2: 32})
 
-    A pair that m branches join counts m times in the softmax: `sum(m * pairs)` is scored; a mask over the sequence would score
-    `sum(pairs)`. Counted by inclusion and exclusion over sets of branches, with the Chinese remainder theorem. Arguments and
-    errors are those of `count_pairs`. Time grows with the number of segments until their boundaries repeat, not with N.
+    A pair counts once per branch of segments that joins it, or once if it is near: `sum(m * pairs)` is scored; a mask over the sequence would score
+    `sum(pairs)`. Counted for each set of branches, with the Chinese remainder theorem. Arguments and errors are those of
+    `count_pairs`. Time grows with the number of segments until their boundaries repeat, not with N.
 
     Raises:
         NotImplementedError: If a head runs more than 12 branches, or rates have a least common multiple of 2**62 or more.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     counts_by_head: list[dict[int, int]] = [{}] * num_heads
-    joined_pairs: dict[tuple[Kept | Window, ...], int] = {}
-    window = pattern.split("count_multiplicities")[1]
+    near = pattern.split("count_multiplicities")[1]
     for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
-        branches: list[Kept | Window] = [*kept, *([] if window is None else [window])]
-        counts = _multiplicities(branches, num_tokens, joined_pairs, is_causal=is_causal)
+        if len(kept) > MAX_BRANCHES:
+            raise NotImplementedError(
+                f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {len(kept)}"
+            )
+        counts = _multiplicities(kept, near, num_tokens, is_causal=is_causal)
         for head in heads:
             counts_by_head[head] = counts
     return tuple(dict(head_counts) for head_counts in counts_by_head)
 
 
-def _multiplicities(
-    branches: Sequence[Kept | Window], num_tokens: int, joined_pairs: dict[tuple[Kept | Window, ...], int], *, is_causal: bool
-) -> dict[int, int]:
-    """`count_multiplicities` of one head. `joined_pairs` holds the number of pairs that all branches of a set join."""
-    if len(branches) > MAX_BRANCHES:
-        raise NotImplementedError(
-            f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {len(branches)}"
-        )
-    # By the size of a set of branches: the pairs that all of it join, summed over the sets of that size.
-    joined = [0] * (len(branches) + 1)
-    empty: set[frozenset[int]] = set()
-    for size in range(1, len(branches) + 1):
-        for chosen in combinations(range(len(branches)), size):
-            if size > 1 and any(frozenset(chosen) - {i} in empty for i in chosen):
-                empty.add(frozenset(chosen))
-                continue
-            members = tuple(sorted({branches[i] for i in chosen}))
-            if members not in joined_pairs:
-                joined_pairs[members] = _joined_by_all(members, num_tokens, is_causal=is_causal)
-            pairs = joined_pairs[members]
-            if not pairs:
-                empty.add(frozenset(chosen))
-            joined[size] += pairs
-    exactly = {
-        m: sum((-1) ** (size - m) * comb(size, m) * joined[size] for size in range(m, len(joined))) for m in range(1, len(joined))
-    }
-    return {m: pairs for m, pairs in exactly.items() if pairs}
+def _multiplicities(kept: tuple[Kept, ...], near: Near, num_tokens: int, *, is_causal: bool) -> dict[int, int]:
+    """`count_multiplicities` of one head. A pair that m branches join is in `comb(m, n)` of the sets of n branches."""
+    by_size = [0] * (len(kept) + 1)  # far pairs that all branches of a set join, summed over the sets of a size
+
+    def add(chosen: tuple[Kept, ...], further: tuple[Kept, ...]) -> None:
+        for i, branch in enumerate(further, start=1):
+            if pairs := _joined_by_all((*chosen, branch), near, num_tokens, is_causal=is_causal):
+                by_size[len(chosen) + 1] += pairs
+                add((*chosen, branch), further[i:])
+
+    add((), kept)
+    sizes = range(len(by_size))
+    counts = {m: sum((-1) ** (n - m) * comb(n, m) * by_size[n] for n in sizes[m:]) for m in sizes[1:]}
+    counts[1] = counts.get(1, 0) + near.count_pairs(num_tokens, is_causal=is_causal)
+    return {m: pairs for m, pairs in counts.items() if pairs}
 
 
-def _joined_by_all(members: tuple[Kept | Window, ...], num_tokens: int, *, is_causal: bool) -> int:
-    if len(members) == 1:
-        return members[0].count_pairs(num_tokens, is_causal=is_causal)
-    kept = [branch for branch in members if isinstance(branch, Kept)]
-    window = next((branch for branch in members if isinstance(branch, Window)), Window(num_tokens))
-    rows = window.rows(lcm(*(branch.rate for branch in kept)))  # kept tokens of a cell are so far apart
-    blocks = each_block([branch.length for branch in kept], num_tokens)
-    return sum(times * sum_exact(count_common(kept, tokens), rows, is_causal=is_causal) for tokens, times in blocks)
+@lru_cache(maxsize=4096)  # heads share sets of branches
+def _joined_by_all(branches: tuple[Kept, ...], near: Near, num_tokens: int, *, is_causal: bool) -> int:
+    """The number of pairs that all branches join, without near ones."""
+    apart = near.far_rows(lcm(*(branch.rate for branch in branches)))  # kept tokens of a cell are so far apart
+
+    def far(rows: int) -> int:
+        kept = max(0, rows - apart)
+        return kept * (kept + 1) // 2 if is_causal else rows * rows if apart == 0 else kept * (kept + 1)
+
+    lengths, first, total = [branch.length for branch in branches], min(near.global_tokens, num_tokens), 0
+    for size, repeats in each_block(lengths, num_tokens):
+        counts, times = np.unique(count_common(branches, size), return_counts=True)
+        total += repeats * sum(map(mul, map(far, counts.tolist()), times.tolist()))
+    if first:  # cells that hold global tokens count the others alone
+        skipped = count_common(branches, first).tolist()
+        whole = count_common(branches, min(-(-first // lcm(*lengths)) * lcm(*lengths), num_tokens)).tolist()
+        total += sum(far(rows - few) - far(rows) for rows, few in zip(whole, skipped))
+    return total

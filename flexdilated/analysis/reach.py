@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.analysis.lattice import Integers, checked, group_heads
-from flexdilated.core.branch import Kept, Window
+from flexdilated.analysis.lattice import Integers, Together, checked, group_heads, merge_heads
+from flexdilated.core.branch import Near
 from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
+
+T = TypeVar("T", np.bool_, np.uint8)
 
 MAX_MATRIX = 4096  # tokens, of which every pair is looked at
 MAX_WINDOW = 2**26  # tokens of which a query may have seen any
@@ -27,8 +34,8 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> t
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
     reach = [-1] * num_heads
-    window = pattern.split("longest_reach")[1]
-    near = -1 if window is None else min(window.size, num_tokens) - 1
+    near_pairs = pattern.split("longest_reach")[1]
+    near = num_tokens - 1 if near_pairs.global_tokens else min(near_pairs.window, num_tokens) - 1
     for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
         most = max([near, *(branch.longest_reach() for branch in kept)])
         for head in heads:
@@ -64,19 +71,10 @@ def reachable(
     _check_layers(layers)
     if num_tokens > MAX_MATRIX:
         raise ValueError(f"num_tokens must be at most {MAX_MATRIX}, got {num_tokens}; use keys_seen for single queries")
-    position = np.arange(num_tokens)
-    window, branches = _branches(pattern, num_tokens, num_heads)
-    joined = window.joins(position[:, None], position)
-    for branch in branches:
-        joined |= branch.joins(position[:, None], position)
-    joined = np.tril(joined) if is_causal else joined
-    reached, step = np.eye(num_tokens, dtype=np.bool_), joined.astype(np.float32)
-    for _ in range(layers):
-        further = reached.astype(np.float32) @ step > 0
-        if (further == reached).all():
-            break
-        reached = further
-    return reached
+    branches, near = merge_heads(pattern, num_tokens, num_heads)
+    position, start = np.arange(num_tokens), np.eye(num_tokens, dtype=np.bool_)
+    seen_by = islice(each_layer(start, position, branches, near, is_causal=is_causal), min(layers, num_tokens) + 1)
+    return deque(seen_by, maxlen=1).pop().T
 
 
 def keys_seen(
@@ -98,13 +96,17 @@ def keys_seen(
     query = as_integer("query", query)
     if not 0 <= query < num_tokens:
         raise ValueError(f"query must be in [0, N={num_tokens}), got {query}")
-    window, branches = _branches(pattern, num_tokens, num_heads)
-    low, high = query, query + 1
-    for _ in range(layers):
+    branches, near = merge_heads(pattern, num_tokens, num_heads)
+    step, first = max(near.window - 1, 0), near.global_tokens
+    if first and layers and not is_causal:  # global tokens see everything
+        low, high, layers_left = 0, num_tokens, 0
+    else:
+        low, high, layers_left = query, query + 1, layers
+    for _ in range(layers_left):
         # A token is in the longest segment around it, but borders of shorter ones may lie farther out.
         wider = (
-            min([max(low - window.size + 1, 0), *(low // length * length for length, _, _ in branches)]),
-            max(min(end, num_tokens) for end in [high + window.size - 1, *(-(-high // w) * w for w, _, _ in branches)]),
+            min([max(low - step, 0), *(low // length * length for length, _, _ in branches)]),
+            max(min(end, num_tokens) for end in [high + step, *(-(-high // w) * w for w, _, _ in branches)]),
         )
         wider = (wider[0], min(wider[1], query + 1)) if is_causal else wider
         if wider == (low, high):
@@ -115,37 +117,54 @@ def keys_seen(
             f"layers must be such that a query sees keys of at most {MAX_WINDOW} tokens, got {layers}, which span {high - low}; "
             "use fewer layers or shorter segments"
         )
-    reached = np.zeros(high - low, np.bool_)
-    reached[query - low] = True
     position = np.arange(low, high)
-    places = []  # by branch and offset: the kept tokens, counted from `low`, and the segment of each
-    for length, rate, offset in branches:
-        kept_tokens = np.flatnonzero(Kept(length, rate, offset).keeps(position))
-        places.append((kept_tokens, position[kept_tokens] // length - low // length))
-    for _ in range(layers):
-        further = near_any(reached, 0 if is_causal else window.size - 1, window.size - 1)
-        for kept_tokens, segment in places:
-            # The last token of each segment that is seen: behind it a causal layer passes nothing on.
-            last = np.full(int(segment[-1]) + 1 if len(segment) else 0, -1, np.int64)
-            np.maximum.at(last, segment[reached[kept_tokens]], kept_tokens[reached[kept_tokens]])
-            further[kept_tokens[(last >= 0)[segment] & ((kept_tokens <= last[segment]) if is_causal else True)]] = True
-        if (further == reached).all():
-            break
-        reached = further
-    return np.flatnonzero(reached) + low
+    if first and layers:
+        position = np.union1d(np.arange(min(first, num_tokens)), position)
+        position = position[position <= query] if is_causal else position
+    seen_by = islice(each_layer(position == query, position, branches, near, is_causal=is_causal), min(layers, num_tokens) + 1)
+    return position[deque(seen_by, maxlen=1).pop()]
 
 
-def near_any(seen: NDArray[np.bool_], before: int, after: int) -> NDArray[np.bool_]:
-    """The tokens with a seen token at most `before` positions before or `after` positions after them."""
-    position, count = np.arange(len(seen)), np.concatenate([[0], np.cumsum(seen)])
-    near: NDArray[np.bool_] = count[np.minimum(position + after + 1, len(seen))] > count[np.maximum(position - before, 0)]
-    return near
+def each_layer(
+    seen_by: NDArray[T], tokens: Integers, branches: list[Together], near: Near, *, is_causal: bool
+) -> Iterator[NDArray[T]]:
+    """The queries that have seen each token after 0 layers, 1 layer, and so on, up to the last layer that adds something.
 
-
-def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[Window, list[Kept]]:
-    """The window (of size 1 if the pattern has none), and the distinct branches of segments of all heads."""
-    window = pattern.split("reach")[1] or Window(1)
-    return window, sorted({branch for branches in group_heads(pattern, num_tokens, num_heads) for branch in branches})
+    Args:
+        seen_by: Before the first layer. One row per token; the rest is a bool, or bits of integers, for each query.
+        tokens: Positions in ascending order; with a window, without gaps but after the global tokens.
+        branches: The branches of segments.
+        near: Window and global tokens.
+        is_causal: Whether a query sees only keys at its own position and before.
+    """
+    cliques = []  # by branch, segment and offset: the rows of kept tokens, the last one first
+    for length, rate, offsets in branches:
+        rows = np.flatnonzero(np.isin(tokens % length % rate, offsets))[::-1]
+        clique = tokens[rows] // length * rate + tokens[rows] % length % rate
+        order = np.argsort(clique, kind="stable")
+        cliques += np.split(rows[order], np.flatnonzero(np.diff(clique[order])) + 1)
+    step, first = max(near.window - 1, 0), int(np.searchsorted(tokens, near.global_tokens))
+    yield seen_by
+    while True:
+        further, reach = seen_by.copy(), 0
+        others = further[first:]
+        while reach < min(step, len(others)):  # 1, 3, 7, ... tokens on each side
+            by = min(reach + 1, step - reach)
+            others[:-by] |= others[by:]
+            if not is_causal:
+                others[by:] |= others[:-by]
+            reach += by
+        if first and is_causal:
+            further[:first] |= np.bitwise_or.reduce(seen_by[first:], axis=0)
+            further[first - 1 :: -1][:first] |= np.bitwise_or.accumulate(seen_by[first - 1 :: -1][:first])
+        elif first:
+            further[:first] |= np.bitwise_or.reduce(seen_by)
+            further |= np.bitwise_or.reduce(seen_by[:first])
+        for rows in cliques:
+            further[rows] |= (np.bitwise_or.accumulate if is_causal else np.bitwise_or.reduce)(seen_by[rows])
+        if (further == seen_by).all():
+            return
+        yield (seen_by := further)
 
 
 def _check_layers(layers: int) -> None:

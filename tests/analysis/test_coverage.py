@@ -39,6 +39,7 @@ def test_what_is_seen_after_layers_equals_a_look_at_every_pair(question: Questio
 @given(questions(), st.booleans())
 @example((DilatedPattern((5, 7), (1, 1)), 61, 1), True)  # undilated segments that overlap: borders are crossed backwards too
 @example((DilatedPattern((5, 7, 61), (1, 1, 7)), 31, 7), True)
+@example((DilatedPattern((6, 7), (1, 2)), 7, 2), False)  # one token behind an undilated segment
 @example((DilatedPattern((2, 6, 24), (1, 2, 2)), 24, 2), False)
 @example((DilatedPattern((6, 12, 48), (2, 3, 6), offsets="interleaved"), 47, 6), False)
 @settings(deadline=None, max_examples=100)
@@ -97,8 +98,8 @@ def test_longnet_loses_no_token_and_its_first_branch_reaches_least() -> None:
 
 def test_rejects_what_has_no_answer() -> None:
     pattern, undilated = DilatedPattern((5, 7), (1, 2)), DilatedPattern((2**30,), (1,))
-    kinds, offsets = DilatedPattern((1009, 40_009), (2, 3)), DilatedPattern((7, 30_000), (2, 3))
-    overlapping = DilatedPattern((50, 77, 2000), (1, 1, 7))
+    short, overlapping = DilatedPattern((1009, 40_009), (211, 3)), DilatedPattern((500, 777, 40_000), (1, 1, 7))
+    window, rate = DilatedPattern((2, 3), (1, 1), window=2), DilatedPattern((2**21,), (2**21,))
     causal = partial(layers_to_cover, is_causal=True)
     cases: list[tuple[type[Exception], str, Callable[..., object], tuple[object, ...]]] = [
         (ValueError, "num_tokens must be at most 4096, got 4097; use keys_seen for single", reachable, (pattern, 4097, 1)),
@@ -107,9 +108,11 @@ def test_rejects_what_has_no_answer() -> None:
         (ValueError, r"query must be in \[0, N=11\), got 11", keys_seen, (pattern, 11, 1, 11)),
         (TypeError, r"query must be an integer, got 0\.5", keys_seen, (pattern, 11, 1, 0.5)),
         (NotImplementedError, "layers must be such that a query sees keys of at most", keys_seen, (undilated, 2**30, 1, 0)),
-        (NotImplementedError, "segment_lengths must give at most 32768 kinds of tokens", layers_to_cover, (kinds, 10**7, 6)),
-        (NotImplementedError, "segment_lengths must give at most 4096 segments and", layers_to_cover, (offsets, 30_000, 6)),
-        (NotImplementedError, "num_tokens must be at most 1024 for causal patterns", causal, (overlapping, 2000, 7)),
+        (NotImplementedError, "num_tokens must give at most 1073741824 pairs to look at, got", layers_to_cover, (short, 10**7, 6)),
+        (NotImplementedError, "num_tokens must give at most 1073741824 pairs to look at, got", causal, (overlapping, 40_000, 7)),
+        (NotImplementedError, "num_tokens must give at most 1048576 layers to look at, got 2796202", causal, (window, 2**23, 1)),
+        (NotImplementedError, "num_tokens must give at most 8388608 tokens to look at, got", count_uncovered, (short, 10**9, 1)),
+        (NotImplementedError, "dilation_rates must be at most 1048576 to list residues", missing_residues, (rate, 1)),
     ]
     for error, message, count, arguments in cases:
         with pytest.raises(error, match=message):
@@ -121,4 +124,4 @@ def test_layers_of_gigapath_are_counted_up_to_a_million_tokens() -> None:  # its
     assert layers_to_cover(DilatedPattern.gigapath(), 10**6, 16) == 2
     found = analyse(DilatedPattern.gigapath(), 10**7, 16)
     assert found.layers is None
-    assert found.not_counted["layers"].startswith("segment_lengths must")
+    assert found.not_counted["layers"].startswith("num_tokens must give at most")
