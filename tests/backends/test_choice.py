@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import environment
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
-from flexdilated.backends import BACKENDS, DispatchKey, choose_kernel, crossovers, dispatch
+from flexdilated.backends import BACKENDS, Choice, DispatchKey, choose_kernel, crossovers, dispatch
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.dense import sdpa
 from flexdilated.backends.dense.sdpa import KERNELS
@@ -130,7 +130,7 @@ def test_auto_computes_what_flex_does_not_take(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*arguments: object) -> None:
         raise NotImplementedError("score_mod and mask_mod must be functions that flex_attention compiles")
 
-    monkeypatch.setattr(dispatch, "choose", lambda *arguments, **options: "flex")
+    monkeypatch.setattr(dispatch, "select", lambda backend, request, **options: Choice("flex", request, None))
     monkeypatch.setattr(dispatch.flex, "attend_flex", refuse)
     q, k, v, _, _ = Case(PATTERN).tensors()
     functions = {"score_mod": lambda s, b, h, i, j: s - 0.1 * (i - j).abs()}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.backends import choose_kernel
+from flexdilated.backends import Choice, choose_kernel
 from flexdilated.backends.dense.windows import dense_pieces
 from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, Windows, fold_in
 from flexdilated.backends.triton import backend as triton_backend
@@ -111,15 +111,21 @@ class Rows(NamedTuple):
 class PieceLoop:
     """The slabs of some pieces, the options of their kernel, and the seed of the dropout."""
 
-    def __init__(self, inputs: Inputs, op_options: OpOptions, pieces: tuple[Piece, ...], seed: int | None) -> None:
+    def __init__(
+        self, inputs: Inputs, op_options: OpOptions, pieces: tuple[Piece, ...], seed: int | None, choice: Choice | None = None
+    ) -> None:
+        """`choice`: of the call, by which `inputs` came; None: it is made here."""
         q, k, _, key_padding_mask, cu_seqlens, _ = inputs
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
         pattern = op_options.pattern
         self.detaches = pattern.detaches
         self._backend = op_options.engine
-        self._request = DispatchKey.of(q, k, pattern, key_padding_mask, cu_seqlens, op_options.dropout_p)
-        self.kernel = choose_kernel(op_options.engine, self._request)
+        if choice is None or choice.kernel is None:
+            self._request = DispatchKey.of(q, k, pattern, key_padding_mask, cu_seqlens, op_options.dropout_p)
+            self.kernel = choose_kernel(op_options.engine, self._request)
+        else:
+            self._request, self.kernel = choice.request, choice.kernel
         self.pieces, self.in_place = pieces, None
         if self.kernel.in_place is not None:
             self.in_place = self.kernel.in_place()
@@ -132,7 +138,7 @@ class PieceLoop:
         self._key_padding_mask = None if key_padding_mask is None else key_padding_mask[:, :, None].expand(-1, -1, k.shape[2])
         row_bytes, limit = (self.group * q.shape[3] * q.element_size(), CPU_SLAB_BYTES) if self._packs else (0, GRID_LIMIT)
         cuts, apart = (q.shape[0], q.shape[1], self.group, limit, row_bytes), key_padding_mask is not None or self.group > 1
-        self.plan = _plan(pieces, self.kernel.windows, pattern.detaches, op_options.scale, cuts, apart)
+        self.plan = _plan(pieces, self.kernel.windows, self.detaches, op_options.scale, cuts, apart)
         self.pieces = self.plan.pieces
 
     def rows(self, *queries: Tensor, keys: tuple[Tensor, ...] = ()) -> Iterator[Rows]:

@@ -20,7 +20,7 @@ from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import ContextPlan, context_plan
 from flexdilated.distributed.runtime.transport import GroupTransport
 
-PLANNED = ("encoded_pattern", "is_causal", "engine", "first_head", "num_heads")  # in the plan's description, or free to differ
+PLANNED = ("pattern", "is_causal", "engine", "first_head", "num_heads")  # in the plan's description, or free to differ
 
 
 class RankContext(NamedTuple):
