@@ -23,7 +23,8 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, T
     requested, call = call.backend, call.replaced(backend=choice.backend)
     if call.backend == "reference":
         return _reference(q, k, v, call)
-    traced, of_onnx = torch.compiler.is_compiling(), writes_onnx()
+    traced = torch.compiler.is_compiling()
+    of_onnx = (traced or torch.jit.is_tracing()) and writes_onnx()  # type: ignore[attr-defined]
     if call.pattern.zero_padding and not of_onnx and shifted.is_shifted(q.shape[1], call):
         return shifted.attend_shifted(q, k, v, call.replaced(backend=requested), attend_whole)
     if call.backend == "flex" and requested == "auto" and request.modified:

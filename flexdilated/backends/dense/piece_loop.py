@@ -180,17 +180,20 @@ class PieceLoop:
 
     def merge(self, slab: Slab, out: Rows, lse: Rows, out_i: Tensor, lse_i: Tensor) -> None:
         """Merge a slab's results, as a kernel gives them, into running results."""
-        view, rows = out.view(slab), lse.view(slab)
-        if self._merging and view is not None:
+        out_layout, lse_layout = out.layouts[slab.number], lse.layouts[slab.number]
+        if self._merging and (view := out.view(slab)) is not None:
             # The lse of several sequences has strides of its own for sequences and segments.
-            apart = lse.box(slab)
+            apart, rows = lse.box(slab), lse.view(slab)
             into = apart.view(*apart.shape[:2], -1, apart.shape[5]) if rows is None else rows
             if self._launches(self._merging.merge_into, view, into, out_i, lse_i):
                 return
-        if view is None or rows is None:
-            view, rows = out.box(slab), lse.box(slab)
-            out_i, lse_i = out_i.view(view.shape), lse_i.view(rows.shape)
-        merge_(view, rows, out_i, lse_i)
+        if out_layout.view and lse_layout.view:
+            (size, strides, first), (lse_size, lse_strides, lse_first) = out_layout.view, lse_layout.view
+        else:
+            (size, strides, first), (lse_size, lse_strides, lse_first) = out_layout.box, lse_layout.box
+            out_i, lse_i = out_i.view(size), lse_i.view(lse_size)
+        rows = out.x.as_strided(size, strides, out.first + first)
+        merge_(rows, lse.x.as_strided(lse_size, lse_strides, lse.first + lse_first), out_i, lse_i)
 
     def add(self, slab: Slab, sums: Sequence[Rows], terms: Sequence[Tensor]) -> None:
         """Add a slab's gradients, as a kernel gives them, to running sums; the first pieces write every row."""

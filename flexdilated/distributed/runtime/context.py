@@ -70,7 +70,7 @@ class RankContext(NamedTuple):
             "key_padding_mask": inputs.key_padding_mask is not None,
             "exchange": self.exchange,
             "differentiable": self.differentiable,
-            "measurements of `flexdilated tune` (one file for all ranks, or FLEXDILATED_CACHE=off)": digest_of(q.device),
+            "measurements of `flexdilated tune` (one file for all ranks, or FLEXDILATED_CACHE=off)": digest_of(q.device) if q.is_cuda else None,
             "speeds": cost_model.speeds_of_environment() if self.exchange == "auto" else None,
             **no_functions,
             **functions,
