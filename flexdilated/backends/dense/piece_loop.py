@@ -173,7 +173,7 @@ class PieceLoop:
 
     def attend(self, slab: Slab, inputs: Sequence[Tensor], into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """A slab's own output and lse of its `inputs`; the output is written to `into` where given."""
-        out, lse = self.kernel.forward(*inputs, slab.options, into)
+        out, lse = self.kernel.forward(inputs[0], inputs[1], inputs[2], slab.options, into)
         if slab.piece.zero_keys:
             add_zero_keys_(out, lse, slab.piece.zero_keys)
         return out, lse

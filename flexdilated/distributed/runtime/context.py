@@ -61,7 +61,8 @@ class RankContext(NamedTuple):
 
     def fields(self, plan: ContextPlan, inputs: Inputs, op_options: OpOptions, **functions: bool) -> Fields:
         """The fields that ranks compare. `functions`: whether there are functions; their code cannot be compared."""
-        q, no_functions = inputs.q, {"score_mod": False, "mask_mod": False, "score_mod_requires_grad": False, "flex": False}
+        q, kept = inputs.q, digest_of(inputs.q.device) if inputs.q.is_cuda else None
+        no_functions = {"score_mod": False, "mask_mod": False, "score_mod_requires_grad": False, "flex": False}
         options = {
             "dtype": str(q.dtype),
             "batch": q.shape[0],
@@ -70,7 +71,7 @@ class RankContext(NamedTuple):
             "key_padding_mask": inputs.key_padding_mask is not None,
             "exchange": self.exchange,
             "differentiable": self.differentiable,
-            "measurements of `flexdilated tune` (one file for all ranks, or FLEXDILATED_CACHE=off)": digest_of(q.device) if q.is_cuda else None,
+            "measurements of `flexdilated tune` (one file for all ranks, or FLEXDILATED_CACHE=off)": kept,
             "speeds": cost_model.speeds_of_environment() if self.exchange == "auto" else None,
             **no_functions,
             **functions,
