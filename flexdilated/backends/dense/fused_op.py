@@ -33,11 +33,11 @@ from flexdilated.core.tracing import refuse_traced_derivatives
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, call: Call, choice: Choice) -> tuple[Tensor, Tensor]:
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, both differentiable; its backend is a kernel backend."""
-    seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
-    arguments = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, call.op_options(), choice)
     if torch.compiler.is_compiling():
         refuse_traced_derivatives()
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
+    arguments = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, call.op_options(), choice)
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         in_graph = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         if not in_graph and not torch.is_inference_mode_enabled():
             return FlexdilatedMixture.apply(*arguments)
@@ -86,7 +86,7 @@ def _backward(
     dout: Tensor,
     dlse: Tensor | None,
     inputs: Inputs,
-    outputs: tuple[Tensor, ...],
+    outputs: Sequence[Tensor],
     op_options: OpOptions,
     choice: Choice | None = None,
 ) -> tuple[Tensor, ...]:
