@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.backends import KERNEL_BACKENDS
 from flexdilated.backends.dense import piece_loop
 from flexdilated.backends.kernel import Kernel, Options
 from flexdilated.backends.triton import backend as triton_backend
@@ -33,9 +34,9 @@ def empty_operator() -> Any:
     return custom_op.operator(
         "empty",
         custom_op.schema_of(custom_op.OpOptions),
-        custom_op.OpOptions._make,
+        custom_op.OpOptions.decoded,
         forward=lambda inputs, op_options: custom_op.shapes_of(inputs.q),
-        shapes=lambda inputs, op_options: custom_op.shapes_of(inputs.q),
+        shapes=lambda inputs, options: custom_op.shapes_of(inputs.q),
         backward=lambda dout, dlse, inputs, outputs, op_options: tuple(custom_op.contiguous_like(x) for x in inputs[:3]),
     )
 
@@ -77,7 +78,7 @@ def without_dense_kernels(patch: pytest.MonkeyPatch) -> None:
 
     kernel = Kernel("nothing", lambda request: None, attend, differentiate, head_dim_multiple=8, takes_dlse=True, writes=True)
     patch.setattr(piece_loop, "packs", lambda device: False)
-    patch.setattr(piece_loop, "choose_kernel", lambda backend, request: kernel)
+    patch.setitem(KERNEL_BACKENDS, "sdpa", lambda request: (kernel,))
     patch.setattr(piece_loop, "merging", lambda request: Merging)
     patch.setattr(piece_loop, "for_backward", lambda *arguments: arguments)
 
@@ -119,7 +120,7 @@ def test_host_time_of_a_call(benchmark: Any, monkeypatch: pytest.MonkeyPatch, ba
 
     ours = run(lambda q, k, v: dilated_attention(q, k, v, PATTERN, backend=backend))
     empty = EmptyCall.apply if trains else EMPTY.forward
-    torchs = run(lambda q, k, v: empty(q, k, v, None, None, None, *op_options)[0])
+    torchs = run(lambda q, k, v: empty(q, k, v, None, None, None, *op_options.encoded())[0])
     benchmark.pedantic(ours, rounds=10, warmup_rounds=2)
     total, torch_alone = microseconds(ours), microseconds(torchs)
     benchmark.extra_info.update(total_us=round(total), torch_us=round(torch_alone), own_us=round(total - torch_alone))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
-from flexdilated.backends.crossovers import CHALLENGERS
+from flexdilated.backends import crossovers
 from flexdilated.backends.dense import flash, sdpa
 from flexdilated.backends.dense.math import operations_why_not
 from flexdilated.backends.flex import kernel as flex_kernel
@@ -64,12 +65,25 @@ def why_not(backend: str, request: DispatchKey) -> str | None:
     return table.get(backend, BACKENDS[backend])(request)
 
 
+class Choice(NamedTuple):
+    """What runs a call: a backend, the request that it was chosen by, and the kernel where a kernel backend runs it."""
+
+    backend: str
+    request: DispatchKey
+    kernel: Kernel | None
+
+
 def _may_take_triton(request: DispatchKey) -> bool:
     return triton_backend.why_not(request) is None and triton_backend.why_not_unasked(request) is None
 
 
 def choose(backend: str, request: DispatchKey, *, divided: bool = False) -> str:
-    """The backend that runs a request: the named one, or for `"auto"` the first that can, fastest first.
+    """The backend that runs a request, as `select`."""
+    return select(backend, request, divided=divided).backend
+
+
+def select(backend: str, request: DispatchKey, *, divided: bool = False) -> Choice:
+    """The backend and kernel that run a request: of the named backend, or for `"auto"` of the first that can, fastest first.
 
     `divided` requests hold a part of the tokens or heads of a model, whose pieces merge by their lse.
 
@@ -81,24 +95,38 @@ def choose(backend: str, request: DispatchKey, *, divided: bool = False) -> str:
         if request.hardware.capability is not None and not request.modified and _may_take_triton(request):
             advise(request.hardware.capability)
         reasons = {}
-        for name in prefer(request):
-            reasons[name] = WHOLE if divided and name not in KERNEL_BACKENDS else why_not(name, request)
-            if reasons[name] is None and name in CHALLENGERS:
-                reasons[name] = unproven(name, request)
-            if reasons[name] is None and name == "triton":
-                reasons[name] = triton_backend.why_not_unasked(request)
-            if reasons[name] is None:
-                return name
+        for name in prefer(request) if request.hardware.capability else crossovers.prefer(request):
+            kernel, reason = _first_kernel(name, request), None
+            if kernel is None:
+                reason = WHOLE if divided and name not in KERNEL_BACKENDS else why_not(name, request)
+            if reason is None and name in crossovers.CHALLENGERS:
+                reason = unproven(name, request)
+            if reason is None and name == "triton":
+                reason = triton_backend.why_not_unasked(request)
+            if reason is None:
+                return Choice(name, request, kernel)
+            reasons[name] = reason
         text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NotImplementedError(f"no backend can run this on {request.hardware.name}: {text}")
-    reason = why_not(backend, request)
+    kernel = _first_kernel(backend, request)
+    reason = why_not(backend, request) if kernel is None else None
     if reason is None and divided and backend == "flex":
         reason = why_not(backend, replace(request, wants_lse=True))
     elif reason is None and divided and backend not in KERNEL_BACKENDS:
         reason = WHOLE
     if reason is not None:
         raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware.name}: {reason}")
-    return backend
+    return Choice(backend, request, kernel)
+
+
+def _first_kernel(backend: str, request: DispatchKey) -> Kernel | None:
+    """The kernel of a backend that runs a request; None where no kernel does."""
+    if backend not in KERNEL_BACKENDS or request.modified or request.transformed:
+        return None
+    for kernel in KERNEL_BACKENDS[backend](request):
+        if kernel.why_not(request) is None:
+            return kernel
+    return None
 
 
 def choose_kernel(backend: str, request: DispatchKey) -> Kernel:
@@ -107,7 +135,7 @@ def choose_kernel(backend: str, request: DispatchKey) -> Kernel:
     Raises:
         NotImplementedError: If none can, with every reason.
     """
-    for kernel in KERNEL_BACKENDS[backend](request):
-        if kernel.why_not(request) is None:
-            return kernel
-    raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware.name}: {why_not(backend, request)}")
+    kernel = _first_kernel(backend, request)
+    if kernel is None:
+        raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware.name}: {why_not(backend, request)}")
+    return kernel

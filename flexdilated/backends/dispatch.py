@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexdilated import reference
-from flexdilated.backends import choose
+from flexdilated.backends import select
 from flexdilated.backends.autograd import functions, portable
 from flexdilated.backends.dense import fused_op
 from flexdilated.backends.flex import backend as flex
@@ -18,20 +18,22 @@ from flexdilated.core.tracing import writes_onnx
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a checked call."""
-    traced, request = torch.compiler.is_compiling(), call.dispatch_key(q, k, v)
-    divided = call.num_heads != k.shape[2]
-    requested, call = call.backend, call.replaced(backend=choose(call.backend, request, divided=divided))
+    request = call.dispatch_key(q, k, v)
+    choice = select(call.backend, request, divided=call.num_heads != k.shape[2])
+    requested, call = call.backend, call.replaced(backend=choice.backend)
     if call.backend == "reference":
         return _reference(q, k, v, call)
-    if call.pattern.zero_padding and not writes_onnx() and shifted.is_shifted(q.shape[1], call):
+    traced = torch.compiler.is_compiling()
+    of_onnx = (traced or torch.jit.is_tracing()) and writes_onnx()  # type: ignore[attr-defined]
+    if call.pattern.zero_padding and not of_onnx and shifted.is_shifted(q.shape[1], call):
         return shifted.attend_shifted(q, k, v, call.replaced(backend=requested), attend_whole)
-    if call.backend == "flex" and requested == "auto" and call.is_modified():
+    if call.backend == "flex" and requested == "auto" and request.modified:
         return _functions(q, k, v, call)
-    if call.backend == "flex" and not writes_onnx():
+    if call.backend == "flex" and not of_onnx:
         return flex.attend_flex(q, k, v, call)
-    if call.is_modified() or (request.transformed and not traced and not _is_by_sample(q, k, v, call)):
+    if request.modified or (request.transformed and not traced and not _is_by_sample(q, k, v, call)):
         return functions.attend_by_operations(q, k, v, call)
-    return portable.attend_portable(q, k, v, call) if writes_onnx() else fused_op.attend_fused(q, k, v, call)
+    return portable.attend_portable(q, k, v, call) if of_onnx else fused_op.attend_fused(q, k, v, call, choice)
 
 
 def _is_by_sample(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:

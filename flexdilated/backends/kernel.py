@@ -145,7 +145,7 @@ class Kernel:
 
         `into`: the memory that out is written to and returned as.
         """
-        if options.band is not None and self._turns(q, k, options):
+        if options.band is not None and options.band[0] == 0 and self._turns(q, k, options):
             (q, k, v), options = (x.flip(2) for x in (q, k, v)), _turned(options)
             out, lse = (x.flip(2) for x in self.forward(q, k, v, options))
             return out if into is None else into.copy_(out), lse
@@ -183,7 +183,7 @@ class Kernel:
         The gradient of lse needs no kernel of its own: `ds = p (dout v^T - (rowsum(dout out) - dlse))` is the usual formula with
         one more column: `dlse` in dout, -1 in out, 0 in q, k and v.
         """
-        if options.band is not None and self._turns(q, k, options):
+        if options.band is not None and options.band[0] == 0 and self._turns(q, k, options):
             dout, q, k, v, out, lse = (x.flip(2) for x in (dout, q, k, v, out, lse))
             dlse = None if dlse is None else dlse.flip(2)
             grads = self.backward(dout, dlse, q, k, v, out=out, lse=lse, options=_turned(options))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from flexdilated.core.custom_op import OpOptions
 from flexdilated.core.dispatch_key import DispatchKey
-from flexdilated.core.encoding import encode
 from flexdilated.core.functorch import is_mapped, is_transformed
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.tracing import holds_values, is_symbolic, uncached
+from flexdilated.core.tracing import holds_values, is_symbolic
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,9 +24,6 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 EXCHANGES = ("auto", "gather", "ring", "heads")
-
-
-_encoded = lru_cache(maxsize=256)(encode)
 
 
 class Call(NamedTuple):
@@ -58,8 +53,8 @@ class Call(NamedTuple):
     score_mod_requires_grad: bool = False
 
     def replaced(self, **options: Any) -> Call:
-        """The call with other options: `_replace`, whose result the compiler of torch 2.9 cannot pass on at a graph break."""
-        return Call(**{**self._asdict(), **options})
+        """The call with other options. The compiler of torch 2.9 cannot pass on the result of `_replace` at a graph break."""
+        return Call(**{**self._asdict(), **options}) if torch.compiler.is_compiling() else self._replace(**options)
 
     def is_modified(self) -> bool:
         """Whether it has a score or mask function."""
@@ -94,11 +89,11 @@ class Call(NamedTuple):
         )
 
     def op_options(self) -> OpOptions:
-        """The options of a checked call as an operator takes them."""
+        """The options of a checked call that its operation needs."""
         assert self.num_heads is not None
         assert self.scale is not None
         return OpOptions(
-            encoded_pattern=uncached(_encoded)(self.pattern),
+            pattern=self.pattern,
             is_causal=self.is_causal,
             scale=self.scale,
             dropout_p=self.dropout_p,

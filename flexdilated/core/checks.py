@@ -19,7 +19,6 @@ from flexdilated.core.call import EXCHANGES, Call, MaskMod, ScoreMod
 from flexdilated.core.hardware import autocast_dtype
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.tracing import uncached
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Where torch keeps its own context parallelism: in 2.11 and newer, and before.
@@ -55,7 +54,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
     if not isinstance(call.backend, str):
         raise TypeError(f"backend must be the name of a backend, got {call.backend!r}")
     num_heads = k.shape[2] if call.num_heads is None else call.num_heads
-    uncached(_check_heads)(call.pattern, num_heads)
+    call.pattern.check_heads(num_heads)
     dtype = autocast_dtype(q.device)
     if dtype is not None:  # as in a matrix product, which leaves float64 alone
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
@@ -84,9 +83,6 @@ def check_exchange(exchange: str, mesh: object) -> None:
         raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
 
 
-_check_heads = lru_cache(maxsize=1024)(DilatedPattern.check_heads)
-
-
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     """Raise for tensors that are wrong before autocast; a shard of a mesh may have no tokens.
 
@@ -95,7 +91,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         TypeError: If an argument has the wrong type or dtype.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dense(name, x)
+        if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
+            check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have shape (B, N, H, D), got {tuple(x.shape)}")
         if x.dtype not in DTYPES:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
-from flexdilated.core.encoding import decode
+from flexdilated.core.encoding import decode, encode
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import uncached
@@ -54,9 +54,9 @@ class Inputs(NamedTuple):
 
 
 class OpOptions(NamedTuple):
-    """The options of a call as operators take them."""
+    """The options of a call; operators take them as `encoded` gives them."""
 
-    encoded_pattern: Sequence[int]  # by `encode`
+    pattern: DilatedPattern  # in schemas: `encoded_pattern`
     is_causal: bool
     scale: float
     dropout_p: float
@@ -64,13 +64,17 @@ class OpOptions(NamedTuple):
     first_head: int  # of the key/value heads held here, among those of the model
     num_heads: int  # key/value heads of the model
 
-    @property
-    def pattern(self) -> DilatedPattern:
-        """The decoded pattern."""
-        return uncached(_decoded)(tuple(self.encoded_pattern))
+    def encoded(self) -> tuple[Any, ...]:
+        """Plain data, which `decoded` reads."""
+        return uncached(_encoded)(self.pattern), *self[1:]
+
+    @classmethod
+    def decoded(cls, values: Sequence[Any]) -> OpOptions:
+        """The options of an operator that has values: not of a traced one, whose numbers may be symbols."""
+        return cls(uncached(_decoded)(tuple(values[0])), *values[1:])
 
 
-_decoded = lru_cache(maxsize=256)(decode)
+_encoded, _decoded = lru_cache(maxsize=256)(encode), lru_cache(maxsize=256)(decode)
 
 
 class Operator(NamedTuple):
@@ -85,12 +89,13 @@ class Operator(NamedTuple):
 
 TENSORS = "Tensor q, Tensor k, Tensor v"
 MORE_TENSORS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed"
-TYPES = {Sequence[int]: "SymInt[]", int: "SymInt", float: "float", bool: "bool", str: "str", Any: "str"}
+TYPES = {DilatedPattern: "SymInt[]", Sequence[int]: "SymInt[]", int: "SymInt", float: "float", bool: "bool", str: "str", Any: "str"}
 
 
 def schema_of(fields: type[tuple[Any, ...]]) -> str:
     """The schema of the fields of a NamedTuple, for example `SymInt[] encoded_pattern, bool is_causal`."""
-    return ", ".join(f"{TYPES[annotation]} {name}" for name, annotation in get_type_hints(fields).items())
+    hints = get_type_hints(fields).items()
+    return ", ".join(f"{TYPES[hint]} {'encoded_' if hint is DilatedPattern else ''}{name}" for name, hint in hints)
 
 
 def declare(
@@ -116,7 +121,7 @@ def operator(
     read: Callable[[Sequence[Any]], O],
     *,
     forward: Callable[[Inputs, O], tuple[Tensor, ...]],
-    shapes: Callable[[Inputs, O], tuple[Tensor, ...]],
+    shapes: Callable[[Inputs, Sequence[Any]], tuple[Tensor, ...]],
     backward: Callable[[Tensor, Tensor | None, Inputs, tuple[Tensor, ...], O], tuple[Tensor, ...]],
     more_outputs: Sequence[str] = (),
     through: Callable[..., tuple[Tensor, ...]] | None = None,
@@ -132,7 +137,7 @@ def operator(
         options: Schema of the options, which follow the tensors in the argument list.
         read: Makes one object of the option values.
         forward: `(inputs, options) -> (out, lse, *more_outputs)`; only `out` and `lse` have gradients.
-        shapes: `forward` on fake tensors: outputs of the right shape and dtype, without values.
+        shapes: `forward` on fake tensors, of the options as they are: outputs of the right shape and dtype, without values.
         backward: `(dout, dlse, inputs, outputs, options) -> (dq, dk, dv)`; `dlse` is None where lse has no gradient.
         more_outputs: Names of the outputs after `out` and `lse`.
         through: Function that the derivative calls instead of the backward operator; it takes the same arguments.
@@ -148,7 +153,7 @@ def operator(
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         if over_ranks:
             order_kernels()
-        return shapes(Inputs(*arguments[:6]), read(arguments[num_tensors:]))
+        return shapes(Inputs(*arguments[:6]), arguments[num_tensors:])
 
     def fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
         if over_ranks:  # the forward may have run before a compiler, as under compiled autograd

@@ -12,7 +12,6 @@ from torch import Tensor
 from flexdilated.core.bounded_cache import DOCUMENT_BYTES, PIECE_BYTES, recent
 from flexdilated.core.branch import HeadRun, Kept, Near, Window, ceil_div
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.tracing import uncached
 
 UNBOUNDED = 1 << 40  # in a band: as far as there are rows
 
@@ -89,7 +88,8 @@ def plan_pieces(
     A branch that keeps every position of every head comes first, and its pieces say so. Of `num_heads` key/value heads of the model
     the tensors hold those `within`, by default all. Zero keys lie behind every real query, so a causal pattern has none.
     """
-    return uncached(_plan)(pattern, documents, num_heads, is_causal, within)
+    plan = _plan.function if torch.compiler.is_compiling() else _plan
+    return plan(pattern, documents, num_heads, is_causal, within)
 
 
 def runs_of(documents: Documents) -> list[tuple[int, int, int]]:

@@ -99,7 +99,7 @@ def attend_sharded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
         return _by_autograd(q, k, v, call, context)
     seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
     tensors = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, unknown(q.device))
-    out, lse, _, _ = CONTEXT_PARALLEL.forward(*tensors, *call.op_options(), *context)
+    out, lse, _, _ = CONTEXT_PARALLEL.forward(*tensors, *call.op_options().encoded(), *context)
     return out, lse
 
 
@@ -143,7 +143,7 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, context: RankConte
 
 def _read(options: Sequence[Any]) -> tuple[OpOptions, RankContext]:
     count = len(OpOptions._fields)
-    return OpOptions(*options[:count]), RankContext(*options[count:])
+    return OpOptions.decoded(options[:count]), RankContext(*options[count:])
 
 
 def _work(inputs: Inputs, op_options: OpOptions, context: RankContext, plan: ContextPlan) -> TaskAttention:
@@ -164,15 +164,15 @@ def _forward(inputs: Inputs, options: tuple[OpOptions, RankContext]) -> tuple[Te
     return out, lse, received if context.keeps else received.new_empty(0), torch.tensor(number)
 
 
-def _shapes(inputs: Inputs, options: tuple[OpOptions, RankContext]) -> tuple[Tensor, ...]:
+def _shapes(inputs: Inputs, options: Sequence[Any]) -> tuple[Tensor, ...]:
     q = inputs.q
-    received, number = q.new_empty(_received_size(inputs, *options)), torch.empty((), dtype=torch.int64, device="cpu")
+    received, number = q.new_empty(_received_size(inputs, options)), torch.empty((), dtype=torch.int64, device="cpu")
     return *shapes_of(q), received, number
 
 
-def _received_size(inputs: Inputs, op_options: OpOptions, context: RankContext) -> Any:
+def _received_size(inputs: Inputs, options: Sequence[Any]) -> Any:
     """Number of elements that the forward saves for the backward; a symbol if it is known only at run time."""
-    q = inputs.q
+    q, context = inputs.q, RankContext(*options[len(OpOptions._fields) :])
     if not context.keeps:
         return 0
     # Document boundaries, and sizes that change from call to call, are known at run time only. Where that cannot be traced, each
@@ -180,7 +180,7 @@ def _received_size(inputs: Inputs, op_options: OpOptions, context: RankContext) 
     sizes = (*q.shape, *context.shard_lengths)
     if inputs.cu_seqlens is not None or (TRACES_UNKNOWN_SIZES and any(isinstance(n, torch.SymInt) for n in sizes)):
         return torch.library.get_ctx().new_dynamic_size()
-    plan = context.plan(inputs, op_options)
+    plan = context.plan(inputs, _read(options)[0])
     exchange = context.chosen_exchange(plan, inputs)
     keys, queries = (rows_received(plan, exchange, kind, context.rank) for kind in ("kv", "q"))
     kv_width = 0 if exchange == "ring" else 2 * q.shape[3] + (inputs.key_padding_mask is not None)

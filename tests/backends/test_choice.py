@@ -13,12 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import environment
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
-from flexdilated.backends import BACKENDS, DispatchKey, choose_kernel, crossovers, dispatch
+from flexdilated.backends import BACKENDS, KERNEL_BACKENDS, Choice, DispatchKey, choose_kernel, crossovers, dispatch, tuned
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.dense import sdpa
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.kernel import Dropout, Options
 from flexdilated.backends.triton import backend as triton_backend
+from flexdilated.core import custom_op
 from tests.cases import Case, run_backend, run_reference
 from tests.hardware import simulate
 from tests.tolerances import EXACT
@@ -130,7 +131,7 @@ def test_auto_computes_what_flex_does_not_take(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*arguments: object) -> None:
         raise NotImplementedError("score_mod and mask_mod must be functions that flex_attention compiles")
 
-    monkeypatch.setattr(dispatch, "choose", lambda *arguments, **options: "flex")
+    monkeypatch.setattr(dispatch, "select", lambda backend, request, **options: Choice("flex", request, None))
     monkeypatch.setattr(dispatch.flex, "attend_flex", refuse)
     q, k, v, _, _ = Case(PATTERN).tensors()
     functions = {"score_mod": lambda s, b, h, i, j: s - 0.1 * (i - j).abs()}
@@ -304,3 +305,19 @@ def test_a_refusal_in_compiled_code_names_the_device(backend: str) -> None:
     torch._dynamo.reset()
     with torch.no_grad(), pytest.raises(Exception, match=f"backend '{backend}' cannot run this on cpu: "):
         torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")(q)
+
+
+def test_an_eager_call_chooses_its_kernel_once_for_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[DispatchKey] = []
+    kernel = replace(sdpa.KERNELS[0], why_not=asked.append)
+    monkeypatch.setitem(KERNEL_BACKENDS, "sdpa", lambda request: (kernel,))
+    x = torch.randn(1, 13, 2, 8, requires_grad=True)
+    dilated_attention(x, x, x, DilatedPattern((5, 13), (1, 2))).sum().backward()
+    assert len(asked) == 1
+
+
+def test_an_eager_call_on_a_cpu_neither_encodes_its_pattern_nor_reads_what_tune_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((custom_op, "_encoded"), (backends, "prefer"), (tuned, "loaded")):
+        monkeypatch.setattr(module, name, None)  # a call would raise
+    x = torch.randn(1, 13, 2, 8, requires_grad=True)
+    dilated_attention(x, x, x, DilatedPattern((5, 13), (1, 2))).sum().backward()

@@ -1,6 +1,7 @@
 """What CUDA's kernels ask of strides and addresses, kept on a CPU: stand-ins for aten's operators read memory as the kernels do."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated import DilatedPattern
+from flexdilated.backends import KERNEL_BACKENDS
 from flexdilated.backends.dense import piece_loop, sdpa
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.kernel import Kernel, Options
@@ -80,7 +82,8 @@ def efficient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory-efficient kernel, given views instead of slabs, as on CUDA."""
     monkeypatch.setattr(piece_loop, "packs", lambda device: False)
     monkeypatch.setattr(sdpa, "aten", Efficient)
-    monkeypatch.setattr(piece_loop, "choose_kernel", lambda backend, request: KERNEL["efficient"])
+    kernel = replace(KERNEL["efficient"], why_not=lambda request: None)
+    monkeypatch.setitem(KERNEL_BACKENDS, "sdpa", lambda request: (kernel,))
 
 
 @pytest.mark.usefixtures("efficient")

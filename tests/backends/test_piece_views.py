@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.backends import KERNEL_BACKENDS
 from flexdilated.backends.dense import piece_loop
 from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import Kernel, Options
@@ -100,7 +101,7 @@ class Dense:
 
 def as_on_gpu(patch: pytest.MonkeyPatch, kernel: Kernel, kernels: Any) -> None:
     patch.setattr(piece_loop, "packs", lambda device: False)
-    patch.setattr(piece_loop, "choose_kernel", lambda backend, request: kernel)
+    patch.setitem(KERNEL_BACKENDS, "sdpa", lambda request: (kernel,))
     patch.setattr(piece_loop, "merging", lambda request: kernels)
 
 

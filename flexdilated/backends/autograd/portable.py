@@ -26,12 +26,12 @@ def attend_portable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor
     Raises:
         NotImplementedError: For packed documents, dropout, and torchscale's shifted positions.
     """
-    return mixture(*Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens), *call.op_options())
+    return mixture(*Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens), *call.op_options().encoded())
 
 
 def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The operator `flexdilated::mixture` in portable operations: same arguments, same results."""
-    inputs, op_options = Inputs(*arguments[:6]), OpOptions(*arguments[6:])
+    inputs, op_options = Inputs(*arguments[:6]), OpOptions.decoded(arguments[6:])
     q, k, v, key_padding_mask = inputs[:4]
     _check(op_options.pattern, q.shape[1], inputs.cu_seqlens, op_options.dropout_p)
     if key_padding_mask is not None:

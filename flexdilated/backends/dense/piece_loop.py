@@ -7,7 +7,7 @@ a piece needs its own output and log-sum-exp instead: they are computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.backends import choose_kernel
+from flexdilated.backends import Choice, choose_kernel
 from flexdilated.backends.dense.windows import dense_pieces
 from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, Windows, fold_in
 from flexdilated.backends.triton import backend as triton_backend
@@ -91,34 +91,25 @@ class Rows(NamedTuple):
         layout = self.layouts[slab.number].view
         return None if layout is None else self.x.as_strided(layout[0], layout[1], self.first + layout[2])
 
-    def read(self, slab: Slab) -> Tensor:
-        """The rows as a kernel takes them, a view if strides allow, else a copy."""
-        layout = self.layouts[slab.number].view
-        if layout is None:
-            return self.box(slab).reshape(self.layouts[slab.number].packed)
-        return self.x.as_strided(layout[0], layout[1], self.first + layout[2])
-
-    def beside(self, slab: Slab, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows, and the values that a kernel gives for them in the same shape."""
-        view = self.view(slab)
-        if view is not None:
-            return view, values
-        rows = self.box(slab)
-        return rows, values.view(rows.shape)
-
 
 class PieceLoop:
     """The slabs of some pieces, the options of their kernel, and the seed of the dropout."""
 
-    def __init__(self, inputs: Inputs, op_options: OpOptions, pieces: tuple[Piece, ...], seed: int | None) -> None:
+    def __init__(
+        self, inputs: Inputs, op_options: OpOptions, pieces: tuple[Piece, ...], seed: int | None, choice: Choice | None = None
+    ) -> None:
+        """`choice`: of the call, by which `inputs` came; None: it is made here."""
         q, k, _, key_padding_mask, cu_seqlens, _ = inputs
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
         pattern = op_options.pattern
         self.detaches = pattern.detaches
         self._backend = op_options.engine
-        self._request = DispatchKey.of(q, k, pattern, key_padding_mask, cu_seqlens, op_options.dropout_p)
-        self.kernel = choose_kernel(op_options.engine, self._request)
+        if choice is None or choice.kernel is None:
+            self._request = DispatchKey.of(q, k, pattern, key_padding_mask, cu_seqlens, op_options.dropout_p)
+            self.kernel = choose_kernel(op_options.engine, self._request)
+        else:
+            self._request, self.kernel = choice.request, choice.kernel
         self.pieces, self.in_place = pieces, None
         if self.kernel.in_place is not None:
             self.in_place = self.kernel.in_place()
@@ -131,14 +122,14 @@ class PieceLoop:
         self._key_padding_mask = None if key_padding_mask is None else key_padding_mask[:, :, None].expand(-1, -1, k.shape[2])
         row_bytes, limit = (self.group * q.shape[3] * q.element_size(), CPU_SLAB_BYTES) if self._packs else (0, GRID_LIMIT)
         cuts, apart = (q.shape[0], q.shape[1], self.group, limit, row_bytes), key_padding_mask is not None or self.group > 1
-        self.plan = _plan(pieces, self.kernel.windows, pattern.detaches, op_options.scale, cuts, apart)
+        self.plan = _plan(pieces, self.kernel.windows, self.detaches, op_options.scale, cuts, apart)
         self.pieces = self.plan.pieces
 
-    def rows(self, *queries: Tensor, keys: tuple[Tensor, ...] = ()) -> Iterator[Rows]:
+    def rows(self, *queries: Tensor, keys: tuple[Tensor, ...] = ()) -> list[Rows]:
         """The rows of slabs in tensors that have rows of queries, then in those that have rows of keys."""
         sizes = (tuple((x.shape, x.stride()) for x in tensors) for tensors in (queries, keys))
         found = _layouts(self.plan.parts, self.group, *sizes)
-        return (Rows(x, int(x.storage_offset()), layouts_of_x) for x, layouts_of_x in zip((*queries, *keys), found))
+        return [Rows(x, int(x.storage_offset()), layouts_of_x) for x, layouts_of_x in zip((*queries, *keys), found)]
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
@@ -153,7 +144,7 @@ class PieceLoop:
         """All slabs, in the order of the pieces."""
         if self._key_padding_mask is None and self._dropout is None:
             return self.plan.slabs
-        ignored = None if self._key_padding_mask is None else next(self.rows(keys=(self._key_padding_mask,)))
+        ignored = None if self._key_padding_mask is None else self.rows(keys=(self._key_padding_mask,))[0]
         return (self._with_values(slab, ignored) for slab in self.plan.slabs)
 
     def _with_values(self, slab: Slab, ignored: Rows | None) -> Slab:
@@ -165,41 +156,54 @@ class PieceLoop:
             options = options._replace(dropout=self._dropout._replace(seed=fold_in(self._dropout.seed, slab.number)))
         return slab._replace(options=options)
 
-    def inputs(self, slab: Slab, *rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """A slab's q, k, v as the kernel takes them. Ignored keys and values are zeroed, whatever they hold."""
-        q, k, v = rows[0].read(slab), rows[1].read(slab), rows[2].read(slab)
+    def inputs(self, slab: Slab, rows: Sequence[Rows]) -> list[Tensor]:
+        """A slab's q, k, v and more tensors as the kernel takes them. Ignored keys and values are zeroed, whatever they hold."""
+        tensors = []
+        for x, first, layouts_of_x in rows:
+            box, view, packed = layouts_of_x[slab.number]
+            size, strides, start = view or box
+            part = x.as_strided(size, strides, first + start)
+            tensors.append(part if view else part.reshape(packed))
         if slab.options.ignored is not None:
-            k, v = (x.masked_fill(slab.options.ignored[:, None, :, None], 0.0) for x in (k, v))
-        return (q.contiguous(), k.contiguous(), v.contiguous()) if self._packs and k.shape[2] >= PACKED_ROWS else (q, k, v)
+            tensors[1:3] = (x.masked_fill(slab.options.ignored[:, None, :, None], 0.0) for x in tensors[1:3])
+        if self._packs and tensors[1].shape[2] >= PACKED_ROWS:
+            tensors[:3] = (x.contiguous() for x in tensors[:3])
+        return tensors
 
-    def attend(self, slab: Slab, inputs: tuple[Tensor, Tensor, Tensor], into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def attend(self, slab: Slab, inputs: Sequence[Tensor], into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """A slab's own output and lse of its `inputs`; the output is written to `into` where given."""
-        out, lse = self.kernel.forward(*inputs, slab.options, into)
+        out, lse = self.kernel.forward(inputs[0], inputs[1], inputs[2], slab.options, into)
         if slab.piece.zero_keys:
             add_zero_keys_(out, lse, slab.piece.zero_keys)
         return out, lse
 
     def merge(self, slab: Slab, out: Rows, lse: Rows, out_i: Tensor, lse_i: Tensor) -> None:
         """Merge a slab's results, as a kernel gives them, into running results."""
-        view, rows = out.view(slab), lse.view(slab)
-        if self._merging and view is not None:
+        out_layout, lse_layout = out.layouts[slab.number], lse.layouts[slab.number]
+        if self._merging and (view := out.view(slab)) is not None:
             # The lse of several sequences has strides of its own for sequences and segments.
-            apart = lse.box(slab)
+            apart, rows = lse.box(slab), lse.view(slab)
             into = apart.view(*apart.shape[:2], -1, apart.shape[5]) if rows is None else rows
             if self._launches(self._merging.merge_into, view, into, out_i, lse_i):
                 return
-        if view is None or rows is None:
-            view, rows = out.box(slab), lse.box(slab)
-            out_i, lse_i = out_i.view(view.shape), lse_i.view(rows.shape)
-        merge_(view, rows, out_i, lse_i)
+        if out_layout.view and lse_layout.view:
+            (size, strides, first), (lse_size, lse_strides, lse_first) = out_layout.view, lse_layout.view
+        else:
+            (size, strides, first), (lse_size, lse_strides, lse_first) = out_layout.box, lse_layout.box
+            out_i, lse_i = out_i.view(size), lse_i.view(lse_size)
+        rows = out.x.as_strided(size, strides, out.first + first)
+        merge_(rows, lse.x.as_strided(lse_size, lse_strides, lse.first + lse_first), out_i, lse_i)
 
-    def add(self, slab: Slab, total: Rows, term: Tensor) -> None:
-        """Add a slab's gradient, as a kernel gives it, to running sums; the first pieces write every row."""
-        rows, term = total.beside(slab, term)
-        if slab.piece.covers:
-            rows.copy_(term)
-        elif not (self._merging and rows.dim() == 4 and self._launches(self._merging.add_to, rows, term)):
-            rows.add_(term)
+    def add(self, slab: Slab, sums: Sequence[Rows], terms: Sequence[Tensor]) -> None:
+        """Add a slab's gradients, as a kernel gives them, to running sums; the first pieces write every row."""
+        for (x, first, layouts_of_x), term in zip(sums, terms):
+            box, view, _ = layouts_of_x[slab.number]
+            size, strides, start = view or box
+            rows, term = x.as_strided(size, strides, first + start), term if view else term.view(size)
+            if slab.piece.covers:
+                rows.copy_(term)
+            elif not (self._merging and view and self._launches(self._merging.add_to, rows, term)):
+                rows.add_(term)
 
     def _launches(self, run: Callable[..., None], *tensors: Tensor) -> bool:
         """Whether a Triton kernel could do it; if not, torch's operations do this and all that follows."""
@@ -234,7 +238,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
         return out, lse
     q_rows, out_rows, lse_rows, *kv_rows = loop.rows(q, out, lse.transpose(1, 2), keys=(k, v))
     for slab in loop.slabs():
-        inputs = loop.inputs(slab, q_rows, *kv_rows)
+        inputs = loop.inputs(slab, (q_rows, *kv_rows))
         if not slab.piece.covers:
             loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs))
             continue
@@ -272,14 +276,13 @@ def backward(
         return grads
     lse, dlse = for_backward(lse, dlse)
     kernel = loop.differentiating(dlse)
-    by_query = (q, dq, dout, out, lse.transpose(1, 2), *(() if dlse is None else (dlse.transpose(1, 2),)))
-    all_rows = list(loop.rows(*by_query, keys=(k, v, dk, dv)))
-    (q_rows, dq_rows, dout_rows, out_rows, lse_rows), kv_rows = all_rows[:5], all_rows[-4:-2]
-    sum_rows, dlse_rows = (dq_rows, *all_rows[-2:]), None if dlse is None else all_rows[5]
+    more = (*(() if loop.detaches else (out,)), *(() if dlse is None else (dlse.transpose(1, 2),)))
+    by_query = (q, dq, dout, lse.transpose(1, 2), *more)
+    q_rows, dq_rows, *more_rows, k_rows, v_rows, dk_rows, dv_rows = loop.rows(*by_query, keys=(k, v, dk, dv))
+    input_rows, sum_rows = (q_rows, k_rows, v_rows, *more_rows), (dq_rows, dk_rows, dv_rows)
     for slab in loop.slabs():
-        inputs = loop.inputs(slab, q_rows, *kv_rows)
-        dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab)
-        dlse_i = None if dlse_rows is None else dlse_rows.read(slab)
+        q_i, k_i, v_i, dout_i, lse_i, *others = loop.inputs(slab, input_rows)
+        inputs, dlse_i = (q_i, k_i, v_i), None if dlse is None else others[-1]
         if loop.detaches:
             total = lse_i
             out_i, lse_i = loop.attend(slab, inputs)
@@ -287,12 +290,12 @@ def backward(
             dout_i = dout_i * weight[..., None].to(dout_i.dtype)
             lse_i, dlse_i = for_backward(lse_i, None if dlse_i is None else dlse_i * weight)
         else:
-            out_i = out_rows.read(slab)
+            out_i = others[0]
         into = None
         if slab.piece.covers and kernel.writes and dq.dtype == q.dtype:
             views = tuple(view for view in (rows.view(slab) for rows in sum_rows) if view is not None)
             into = views if len(views) == len(sum_rows) else None
         terms = kernel.backward(dout_i, dlse_i, *inputs, out=out_i, lse=lse_i, options=slab.options, into=into)
-        for rows, term in zip(sum_rows, terms if into is None else ()):
-            loop.add(slab, rows, term)
+        if into is None:
+            loop.add(slab, sum_rows, terms)
     return dq, dk, dv

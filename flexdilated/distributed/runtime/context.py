@@ -20,7 +20,7 @@ from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import ContextPlan, context_plan
 from flexdilated.distributed.runtime.transport import GroupTransport
 
-PLANNED = ("encoded_pattern", "is_causal", "engine", "first_head", "num_heads")  # in the plan's description, or free to differ
+PLANNED = ("pattern", "is_causal", "engine", "first_head", "num_heads")  # in the plan's description, or free to differ
 
 
 class RankContext(NamedTuple):
@@ -62,7 +62,8 @@ class RankContext(NamedTuple):
 
     def fields(self, plan: ContextPlan, inputs: Inputs, op_options: OpOptions, **functions: bool) -> Fields:
         """The fields that ranks compare. `functions`: whether there are functions; their code cannot be compared."""
-        q, no_functions = inputs.q, {"score_mod": False, "mask_mod": False, "score_mod_requires_grad": False, "flex": False}
+        q, kept = inputs.q, digest_of(inputs.q.device) if inputs.q.is_cuda else None
+        no_functions = {"score_mod": False, "mask_mod": False, "score_mod_requires_grad": False, "flex": False}
         options = {
             "dtype": str(q.dtype),
             "batch": q.shape[0],
@@ -72,7 +73,7 @@ class RankContext(NamedTuple):
             "sinks": self.has_sinks,
             "exchange": self.exchange,
             "differentiable": self.differentiable,
-            "measurements of `flexdilated tune` (one file for all ranks, or FLEXDILATED_CACHE=off)": digest_of(q.device),
+            "measurements of `flexdilated tune` (one file for all ranks, or FLEXDILATED_CACHE=off)": kept,
             "speeds": cost_model.speeds_of_environment() if self.exchange == "auto" else None,
             **no_functions,
             **functions,

@@ -23,7 +23,7 @@ from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import Context, context_of
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
-from flexdilated.hub.transformers.patterns import NAME, check_type, pattern_of, record_implementation, refuse_crossing
+from flexdilated.hub.transformers.patterns import NAME, check_type, pattern_of_layer, record_implementation, refuse_crossing
 from flexdilated.hub.transformers.positions import borders_of, borders_of_positions, moved, real_first, refuse_documents
 from flexdilated.masks import dilated_score_mod
 
@@ -109,7 +109,7 @@ def dilated_attention_forward(
         raise NotImplementedError(
             f"layers must attend to tokens with {NAME!r} attention, got {type(module).__name__}, which compresses them"
         )
-    pattern = pattern_of(config)
+    pattern = pattern_of_layer(module)
     if is_causal is None:
         is_causal = _is_causal(module, config)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -8,6 +8,7 @@ import math
 import warnings
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -117,6 +118,20 @@ def pattern_of(config: Any) -> DilatedPattern:
         return values
     # The compiler cannot trace the checks of from_dict.
     return DilatedPattern(**values) if torch.compiler.is_compiling() else DilatedPattern.from_dict(values)
+
+
+def pattern_of_layer(layer: nn.Module) -> DilatedPattern:
+    """`pattern_of` the config of a layer, read again only where the config has changed."""
+    config: Any = layer.config
+    if torch.compiler.is_compiling():
+        return pattern_of(config)
+    text, kept = repr(getattr(config, "dilated_pattern", None)), _patterns.get(layer)
+    if kept is None or kept[0] != text:
+        kept = _patterns[layer] = text, pattern_of(config)
+    return kept[1]
+
+
+_patterns: WeakKeyDictionary[nn.Module, tuple[str, DilatedPattern]] = WeakKeyDictionary()
 
 
 def refuse_crossing(config: Any) -> None:

@@ -69,6 +69,20 @@ def test_a_pattern_is_kept_in_json_types() -> None:
         hub.set_pattern(config, PATTERN.to_dict())
 
 
+def test_a_layer_reads_its_pattern_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Any] = []
+    read = DilatedPattern.from_dict
+    monkeypatch.setattr(DilatedPattern, "from_dict", lambda values: reads.append(values) or read(values))
+    model, tokens = build(), draw_tokens()
+    first, again = (model(tokens, use_cache=False).logits for _ in range(2))
+    assert len(reads) == 1
+    assert torch.equal(first, again)
+    model.config.dilated_pattern["dilation_rates"][1] = 2
+    changed = model(tokens, use_cache=False).logits
+    assert len(reads) == 2
+    assert not torch.equal(changed, first)
+
+
 def test_a_pattern_is_chosen_for_the_heads_and_set_in_a_model() -> None:
     model = build(None, num_attention_heads=12, num_key_value_heads=6)
     assert hub.set_pattern(model, PATTERN) is model.config
