@@ -12,7 +12,7 @@ from flexdilated import DilatedPattern, reference
 from flexdilated.backends.autograd.portable import attend_portable
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check
-from tests.cases import Case, calls
+from tests.cases import Case, windowed_calls
 from tests.tolerances import EXACT
 
 
@@ -22,7 +22,7 @@ def portable(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=200)
-@given(calls())
+@given(windowed_calls())
 def test_portable_mixture_is_the_definition(case: Case) -> None:
     case = replace(case, borders=None)
     q, k, v, _, _ = case.tensors()

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern
-from tests.hub.transformers.models import DECODER, DENSE, RAGGED, TOKENS, draw_tokens, mask_of, run
-from tests.hub.transformers.test_decoding import decode
+from tests.hub.transformers.models import DECODER, DENSE, RAGGED, TOKENS, decode, draw_tokens, mask_of, run
 from tests.tolerances import SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")

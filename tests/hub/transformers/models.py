@@ -11,6 +11,7 @@ from flexdilated import DilatedPattern
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
 from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 
 VOCAB, TOKENS, BATCH = 31, 23, 3
 DENSE = DilatedPattern((64,), (1,))
@@ -74,3 +75,28 @@ def longnet(**options: Any) -> Any:
     sizes = {"vocab_size": 256, "embed_dim": 24, "num_layers": 2, "num_heads": 4, "ffn_dim": 31}
     config = hub.LongNetHFConfig(**{**sizes, "dilated_pattern": RAGGED.to_dict(), **options})
     return hub.LongNetForCausalLM(config).eval()
+
+
+def decode(model: Any, tokens: Tensor, cache: Any, chunks: list[int], mask: Tensor | None = None) -> Tensor:
+    logits, done = [], 0
+    for size in chunks:
+        options = {}
+        if mask is not None:
+            seen = mask[:, : done + size]
+            options = {"attention_mask": seen, "position_ids": (seen.cumsum(-1) - 1).clamp(min=0)[:, done:]}
+        part = model(tokens[:, done : done + size], **{CACHE: cache}, use_cache=True, **options)
+        logits.append(part.logits)
+        done += size
+    assert done == tokens.shape[1]
+    return torch.cat(logits, dim=1)
+
+
+def gpt_oss(pattern: DilatedPattern | None) -> Any:
+    sizes = {**DECODER, "hidden_size": 24, "intermediate_size": 16, "head_dim": 4}
+    config = transformers.GptOssConfig(**sizes, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2)
+    if pattern is not None:
+        hub.set_pattern(config, pattern)
+    model = transformers.GptOssForCausalLM(config).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    return model

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from flexdilated import DilatedPattern
-from tests.hub.transformers.models import BATCH, INTERLEAVED, PATTERNS, RAGGED, TOKENS, build, draw_tokens, mask_of, run
+from tests.hub.transformers.models import BATCH, INTERLEAVED, PATTERNS, RAGGED, TOKENS, build, decode, draw_tokens, mask_of, run
 from tests.tolerances import EXACT, assert_twice_naive
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
@@ -27,20 +26,6 @@ def make(cache: str, model: Any) -> Any:
     if cache == "static":
         return StaticCache(config=model.config, max_cache_len=TOKENS + 6)
     return DynamicCache() if cache == "dynamic" else DilatedCache()
-
-
-def decode(model: Any, tokens: Tensor, cache: Any, chunks: list[int], mask: Tensor | None = None) -> Tensor:
-    logits, done = [], 0
-    for size in chunks:
-        options = {}
-        if mask is not None:
-            seen = mask[:, : done + size]
-            options = {"attention_mask": seen, "position_ids": (seen.cumsum(-1) - 1).clamp(min=0)[:, done:]}
-        part = model(tokens[:, done : done + size], **{CACHE: cache}, use_cache=True, **options)
-        logits.append(part.logits)
-        done += size
-    assert done == tokens.shape[1]
-    return torch.cat(logits, dim=1)
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
 from tests.hub.transformers.models import BATCH, INTERLEAVED, RAGGED, TOKENS, longnet, mask_of, run
-from tests.nn.test_initial_weights import RECIPES, check_distribution, moments
+from tests.nn.recipes import RECIPES, check_distribution, moments
 from tests.tolerances import SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexdilated import DilatedPattern, reference
 from tests.hub.transformers import models
-from tests.hub.transformers.test_decoding import decode
+from tests.hub.transformers.models import decode, gpt_oss
 from tests.tolerances import EXACT, SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
@@ -18,17 +18,6 @@ from transformers.cache_utils import DynamicCache  # noqa: E402
 from flexdilated.hub import transformers as hub  # noqa: E402
 
 HEADS = 6
-
-
-def gpt_oss(pattern: DilatedPattern | None) -> Any:
-    sizes = {**models.DECODER, "hidden_size": 24, "intermediate_size": 16, "head_dim": 4}
-    config = transformers.GptOssConfig(**sizes, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2)
-    if pattern is not None:
-        hub.set_pattern(config, pattern)
-    model = transformers.GptOssForCausalLM(config).eval()
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
-    return model
 
 
 def test_dense_pattern_equals_the_librarys_own_sinks_with_their_gradients() -> None:
