@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_mask, flex_attention
@@ -27,6 +27,7 @@ from tests.tolerances import EXACT, SINGLE
 
 PATTERN = DilatedPattern((7, 20, 41), (1, 2, 5))
 SEVERAL = DilatedPattern((150, 600, 620), (1, 2, 3))
+WIDE = Case(DilatedPattern(window=71), batch=2, num_tokens=293, kv_heads=2, scale=0.7, ignored=0.3)
 
 MODS = st.builds(
     Mods,
@@ -47,6 +48,7 @@ def assert_as_the_oracle(case: Case, mods: Mods, attend: Callable[..., tuple[Ten
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(case=windowed_calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
+@example(WIDE, Mods("table", "thirds"), 30_000)
 def test_materialised_attention_equals_the_oracle(case: Case, mods: Mods, scores: int) -> None:
     with at_most(scores):
         assert_as_the_oracle(case, mods)
@@ -231,6 +233,7 @@ def _forget_graphs() -> Iterator[None]:
 @pytest.mark.slow
 @needs_unknown_sizes
 @given(case=windowed_calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
+@example(WIDE, Mods("table", "thirds"), 30_000)
 def test_padded_grids_equal_the_oracle(case: Case, mods: Mods, scores: int) -> None:
     """What is traced for a symbolic number of tokens, run as it is."""
     assume(mods.score is not None or mods.mask is not None)  # without functions, zero keys are not refused
