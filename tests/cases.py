@@ -117,6 +117,14 @@ def calls(draw: st.DrawFn) -> Case:
     )
 
 
+@st.composite
+def windowed_calls(draw: st.DrawFn) -> Case:
+    """A call of `calls`, whose pattern may have a window too."""
+    case = draw(calls())
+    window = draw(st.none() | st.integers(1, 50) | st.just(1 << 40))
+    return replace(case, pattern=replace(case.pattern, window=window))
+
+
 def run_backend(case: Case, backend: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, ...]:
     """`out, lse, dq, dk, dv` by one backend."""
     options = {**case.options(device), "return_lse": True, "backend": backend}

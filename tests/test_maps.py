@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 
 from flexdilated import DilatedPattern, attention_map, dilated_attention, reference
-from tests.cases import Case, calls
+from tests.cases import Case, windowed_calls
 from tests.tolerances import EXACT, SINGLE
 
 PATTERN = DilatedPattern((7, 13), (1, 3))
 
 
 @settings(max_examples=50)
-@given(calls())
+@given(windowed_calls())
 def test_attention_map_equals_the_definition(case: Case) -> None:
     case = replace(case, borders=None)
     (q, k, _, _, _), options = case.tensors(), case.options()

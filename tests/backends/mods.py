@@ -1,16 +1,23 @@
 """Score and mask functions as models have them, one that learns among them, and what a call under them gives."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.backends.autograd import functions
+from flexdilated.core.call import Call
+from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
 from tests.cases import Case
 
 LONGEST = 1043  # tokens of a case, for the table
+needs_unknown_sizes = pytest.mark.skipif(not TRACES_UNKNOWN_SIZES, reason="needs torch 2.11: the functions are refused before")
 
 
 @dataclass(frozen=True)
@@ -67,3 +74,20 @@ def run(
         total = total + torch.where(lse > -math.inf, lse * dlse, 0.0).sum()
     grads = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
     return [x.detach().cpu() for x in (out, lse, *grads)]
+
+
+def with_lse(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return dilated_attention(*args, return_lse=True, **options)
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
+    """What is traced for a symbolic number of tokens."""
+    return functions._padded(q, k, v, Call(pattern, scale=0.3)._replace(**options))
+
+
+@contextmanager
+def at_most(scores: int) -> Iterator[None]:
+    """The sdpa backend holds so many scores at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functions, "SCORES", scores)
+        yield

@@ -32,6 +32,7 @@ from tests.tolerances import SINGLE, assert_twice_naive
 
 PATTERN = DilatedPattern((100, 200, 400), (1, 2, 4))
 LONGNET = DilatedPattern.longnet()
+WINDOW = DilatedPattern((100,), (3,), window=130, heads="grouped")
 inductor = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # its own use of it
 
 
@@ -81,8 +82,9 @@ def test_two_graphs_equal_the_oracle_for_every_length(eagerly: CompileCounter) -
         (Case(PATTERN, num_tokens=345, kv_heads=6, head_dim=24), {}, 1),
         (Case(DilatedPattern((64,), (4,), heads="grouped"), num_tokens=300, kv_heads=3, head_dim=16), {"mask_mod": thirds}, 1),
         (Case(PATTERN, num_tokens=300, kv_heads=3, head_dim=16, borders=(0, 50, 50, 210, 300)), {"score_mod": relative}, 3),
+        (Case(WINDOW, num_tokens=345, kv_heads=2, group=2, head_dim=16, is_causal=True, borders=(0, 35, 200, 345)), {}, 3),
     ],
-    ids=["ragged", "grouped_mask", "documents_score"],
+    ids=["ragged", "grouped_mask", "documents_score", "window"],
 )
 def test_traced_flex_equals_the_oracle(case: Case, functions: dict[str, Any], graphs: int, eagerly: CompileCounter) -> None:
     assert_equals_the_oracle(case, functions)

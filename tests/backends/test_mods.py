@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -11,24 +10,24 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import flexdilated.backends.autograd.functions
 import flexdilated.backends.flex.backend
-from flexdilated import DilatedAttention, DilatedPattern, dilated_attention, reference
+from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.call import Call
-from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES
 from tests.backends.flex_emulation import emulate
-from tests.backends.mods import Mods, run
-from tests.cases import Case, calls, run_reference
+from tests.backends.mods import Mods, at_most, needs_unknown_sizes, padded, run, with_lse
+from tests.cases import Case, run_reference, windowed_calls
 from tests.tolerances import EXACT, SINGLE
 
 PATTERN = DilatedPattern((7, 20, 41), (1, 2, 5))
-
+SEVERAL = DilatedPattern((150, 600, 620), (1, 2, 3))
+WIDE = Case(DilatedPattern(window=71), batch=2, num_tokens=293, kv_heads=2, scale=0.7, ignored=0.3)
 
 MODS = st.builds(
     Mods,
@@ -36,10 +35,6 @@ MODS = st.builds(
     st.sampled_from((None, "prefix", "thirds", "one_token")),
     st.integers(0, 1000),
 )
-
-
-def with_lse(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return dilated_attention(*args, return_lse=True, **options)
 
 
 def assert_as_the_oracle(case: Case, mods: Mods, attend: Callable[..., tuple[Tensor, Tensor]] = with_lse) -> None:
@@ -50,17 +45,10 @@ def assert_as_the_oracle(case: Case, mods: Mods, attend: Callable[..., tuple[Ten
     torch.testing.assert_close(run(attend, case, mods), expected, **EXACT)
 
 
-@contextmanager
-def at_most(scores: int) -> Iterator[None]:
-    """The sdpa backend holds so many scores at once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flexdilated.backends.autograd.functions, "SCORES", scores)
-        yield
-
-
 @pytest.mark.slow
 @settings(max_examples=60)
-@given(case=calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
+@given(case=windowed_calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
+@example(WIDE, Mods("table", "thirds"), 30_000)
 def test_materialised_attention_equals_the_oracle(case: Case, mods: Mods, scores: int) -> None:
     with at_most(scores):
         assert_as_the_oracle(case, mods)
@@ -231,14 +219,6 @@ def test_functions_are_differentiated_twice() -> None:
     torch.testing.assert_close(*results, **EXACT)
 
 
-def test_modules_pass_functions_on() -> None:
-    mods = Mods("alibi", "thirds").functions(torch.zeros(1))
-    q, k, v = (torch.randn(2, 43, 3, 4) for _ in range(3))
-    expected = dilated_attention(q, k, v, PATTERN, **mods)
-    assert torch.equal(DilatedAttention(PATTERN)(q, k, v, **mods), expected)
-    assert not torch.equal(DilatedAttention(PATTERN)(q, k, v), expected)
-
-
 LENGTHS = (29, 43, 17, 7, 53)
 SHORT = DilatedPattern((7, 20), (1, 3))
 
@@ -250,12 +230,10 @@ def _forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-needs_unknown_sizes = pytest.mark.skipif(not TRACES_UNKNOWN_SIZES, reason="needs torch 2.11: the functions are refused before")
-
-
 @pytest.mark.slow
 @needs_unknown_sizes
-@given(case=calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
+@given(case=windowed_calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
+@example(WIDE, Mods("table", "thirds"), 30_000)
 def test_padded_grids_equal_the_oracle(case: Case, mods: Mods, scores: int) -> None:
     """What is traced for a symbolic number of tokens, run as it is."""
     assume(mods.score is not None or mods.mask is not None)  # without functions, zero keys are not refused
@@ -283,7 +261,7 @@ def test_compiled_functions_equal_the_oracle_for_every_length() -> None:
 
     options: dict[str, Any] = {"group": 2, "ignored": 0.3, "is_causal": True}
     for n in LENGTHS:
-        case = Case(SHORT, batch=2, num_tokens=n, kv_heads=3, seed=n, **options)
+        case = Case(DilatedPattern((20,), (3,), window=5), batch=2, num_tokens=n, kv_heads=3, seed=n, **options)
         assert_as_the_oracle(case, Mods("table", "thirds"), attend)
     assert graphs.frame_count == 1
 
@@ -389,10 +367,6 @@ def test_code_compiled_in_part_asks_for_no_grid(monkeypatch: pytest.MonkeyPatch)
             torch.testing.assert_close(compiled(x), attend(x), **SINGLE)
 
 
-def padded(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
-    return flexdilated.backends.autograd.functions._padded(q, k, v, Call(pattern, scale=0.3)._replace(**options))
-
-
 @pytest.mark.parametrize("far", [-1e9, torch.finfo(torch.float32).min, 1e9])
 @pytest.mark.parametrize("attend", [dilated_attention, pytest.param(padded, marks=needs_unknown_sizes)])
 def test_scores_that_are_far_away_alike_weigh_alike(attend: Callable[..., tuple[Tensor, Tensor]], far: float) -> None:
@@ -455,19 +429,29 @@ def test_either_layout_equals_the_oracle(layout: str, monkeypatch: pytest.Monkey
     emulate(monkeypatch, layout)
 
     @settings(max_examples=50)
-    @given(case=calls(), mods=MODS, window=st.none() | st.integers(1, 50))
-    def check(case: Case, mods: Mods, window: int | None) -> None:
-        assert_flex_backend_as_the_oracle(replace(case, pattern=replace(case.pattern, window=window)), mods)
+    @given(case=windowed_calls(), mods=MODS)
+    def check(case: Case, mods: Mods) -> None:
+        assert_flex_backend_as_the_oracle(case, mods)
 
     check()
 
 
-@pytest.mark.parametrize(("is_causal", "ignored"), [(False, None), (True, None), (True, 0.3)])
-def test_packed_pieces_of_several_blocks(is_causal: bool, ignored: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch, "packed")
-    pattern = DilatedPattern((150, 600, 620), (1, 2, 3))
-    case = Case(pattern, batch=2, num_tokens=701, kv_heads=3, is_causal=is_causal, ignored=ignored)
-    assert_flex_backend_as_the_oracle(case, Mods(None, None))
+@pytest.mark.parametrize(
+    ("pattern", "options"),
+    [
+        (SEVERAL, {"batch": 2}),
+        (SEVERAL, {"batch": 2, "is_causal": True}),
+        (SEVERAL, {"batch": 2, "is_causal": True, "ignored": 0.3}),
+        (DilatedPattern(window=131), {"num_tokens": 299, "ignored": 0.3}),
+        (DilatedPattern(window=261), {"num_tokens": 643, "is_causal": True}),
+        (DilatedPattern((150, 300), (1, 2), window=40), {"num_tokens": 299, "is_causal": True, "borders": (0, 30, 160, 299)}),
+    ],
+)
+def test_pieces_of_several_blocks(pattern: DilatedPattern, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(pattern, **{"num_tokens": 701, "kv_heads": 3, **options})
+    for layout in ("packed", "fused") if pattern.window else ("packed",):
+        emulate(monkeypatch, layout)
+        assert_flex_backend_as_the_oracle(case, Mods(None, None))
 
 
 def test_packed_lanes_beyond_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from torch import Tensor
 
 from flexdilated import DilatedPattern, reference
 from flexdilated.backends.autograd.portable import attend_portable
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check
-from tests.cases import Case, calls
+from tests.cases import Case, windowed_calls
 from tests.tolerances import EXACT
 
 
@@ -22,7 +22,10 @@ def portable(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=200)
-@given(calls())
+@given(windowed_calls())
+@example(Case(DilatedPattern(window=71), num_tokens=211, kv_heads=2, group=2, is_causal=True))
+@example(Case(DilatedPattern((64,), (2,), window=9, zero_padding=True), batch=2, num_tokens=293, kv_heads=2, ignored=0.3))
+@example(Case(DilatedPattern((7,), (7,), window=1), num_tokens=67, kv_heads=2))
 def test_portable_mixture_is_the_definition(case: Case) -> None:
     case = replace(case, borders=None)
     q, k, v, _, _ = case.tensors()

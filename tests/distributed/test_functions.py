@@ -25,7 +25,7 @@ from flexdilated.distributed.planner.tasks import tasks_of
 from flexdilated.distributed.runtime import score_mod
 from flexdilated.distributed.sharding import shard_sequence
 from tests.backends import flex_emulation
-from tests.backends.test_mods import Mods, run
+from tests.backends.mods import Mods, run
 from tests.distributed import simulation
 from tests.distributed.cases import ShardedCase, arguments, cut, grid, random_case, shards
 from tests.distributed.processes import Ranks, exactly, one_size, several

@@ -22,7 +22,7 @@ from flexdilated.core.custom_op import OpOptions
 from flexdilated.core.hardware import detect
 from flexdilated.distributed.planner.plan import EXCHANGES
 from flexdilated.distributed.runtime.transport import has_tags
-from tests.backends.test_mods import Mods
+from tests.backends.mods import Mods
 from tests.distributed import simulation, test_functions, test_parallel
 from tests.distributed.cases import ShardedCase
 from tests.distributed.processes import Ranks, each_size, exactly

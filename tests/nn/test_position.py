@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from flexdilated import DilatedPattern
 from flexdilated.nn import Rotary, XPos
 from flexdilated.nn.position import token_positions
+from tests.nn.rotations import HEAD_DIM, scores, turned, xpos_scores
 from tests.tolerances import EXACT, SINGLE
 
-TOKENS, HEAD_DIM = 23, 14
+TOKENS = 23
 NESTED = DilatedPattern((4, 8, 16), (1, 2, 4))
 RAGGED = DilatedPattern((7, 11), (1, 3))
 
@@ -19,32 +20,6 @@ RAGGED = DilatedPattern((7, 11), (1, 3))
 def draw(tokens: int = TOKENS, heads: int = 3) -> Tensor:
     """Rows of norm about 1, so that scores are of order 1."""
     return torch.randn(2, tokens, heads, HEAD_DIM) * HEAD_DIM**-0.5
-
-
-def pairs(x: Tensor) -> Tensor:
-    """Elements `i` and `i + D / 2` as one complex number, in float64."""
-    return torch.complex(x.double()[..., : HEAD_DIM // 2], x.double()[..., HEAD_DIM // 2 :])
-
-
-def turned(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """Each pair times `exp(i p theta)`."""
-    theta = torch.tensor([base ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)], dtype=torch.float64)
-    angle = positions.double()[:, None, None] * theta
-    result = pairs(x) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([result.real, result.imag], dim=-1)
-
-
-def scores(q: Tensor, k: Tensor) -> Tensor:
-    return torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double())
-
-
-def xpos_scores(q: Tensor, k: Tensor, positions: Tensor, scale_base: float) -> Tensor:
-    """`Re sum_i q_i conj(k_i) zeta_i ** ((p - s) / scale_base) exp(i (p - s) theta_i)`, pair by pair, in float64."""
-    q, k = pairs(turned(q, positions)), pairs(turned(k, positions))
-    zeta = torch.tensor([(2 * i / HEAD_DIM + 0.4) / 1.4 for i in range(HEAD_DIM // 2)], dtype=torch.float64)
-    distance = (positions[:, None] - positions).double()
-    decay = zeta ** (distance[..., None] / scale_base)
-    return torch.einsum("bqhi,bkhi,qki->bhqk", q, k.conj(), decay.to(q.dtype)).real
 
 
 @pytest.mark.parametrize(("base", "start"), [(100.0, 0), (10000.0, 0), (10000.0, 1_000_000)])

@@ -1,10 +1,9 @@
-"""A sliding window in calls with functions, in graphs, transforms, attention maps and modules, against the definition."""
+"""A sliding window in graphs, transforms and modules, against the definition."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,53 +14,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, attention_map, dilated_attention, reference
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, dilated_attention, reference
 from flexdilated.export import portable
 from flexdilated.nn.position import XPos
-from tests.backends.test_mods import Mods, at_most, needs_unknown_sizes, padded, run, with_lse
-from tests.backends.test_portable import portable as attend_portable
-from tests.cases import Case, differentiate, run_reference
-from tests.nn.test_position import HEAD_DIM, scores, xpos_scores
+from tests.backends.mods import Mods, with_lse
+from tests.cases import Case, differentiate
+from tests.nn.rotations import HEAD_DIM, scores, xpos_scores
 from tests.tolerances import EXACT, SINGLE
 
 MIXED = DilatedPattern((13,), (2,), window=5)
-CASES = {
-    "chunks": Case(DilatedPattern(window=71), num_tokens=211, kv_heads=2, group=2, is_causal=True),
-    "both_sides": Case(DilatedPattern(window=71), num_tokens=293, kv_heads=2, ignored=0.3, batch=2),
-    "short": Case(replace(MIXED, heads="grouped"), num_tokens=197, kv_heads=2, group=3, ignored=0.7, is_causal=True),
-    "alone": Case(replace(MIXED, detach_weights=True), num_tokens=131, kv_heads=3, lse_gradient=False),
-    "documents": Case(MIXED, num_tokens=167, kv_heads=2, borders=(0, 79, 79, 158, 161, 167), is_causal=True),
-    "own_token": Case(DilatedPattern((7,), (7,), window=1), num_tokens=67, kv_heads=2),
-    "longer": Case(DilatedPattern(window=1 << 40), num_tokens=67, kv_heads=2, is_causal=True),
-    "one_token": Case(MIXED, num_tokens=1, kv_heads=2),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("attend", [with_lse, pytest.param(padded, marks=needs_unknown_sizes)])
-def test_functions_equal_the_definition(name: str, attend: Callable[..., Any]) -> None:
-    case, mods = (
-        replace(CASES[name], scale=0.7, borders=CASES[name].borders if attend is with_lse else None),
-        Mods("table", "thirds"),
-    )
-    with at_most(30_000):
-        found = run(attend, case, mods)
-    torch.testing.assert_close(found, run(reference.dilated_attention, case, mods), **EXACT)
-
-
-@pytest.mark.parametrize("pattern", [None, DilatedPattern((64,), (2,), window=9, zero_padding=True)], ids=["", "zeros"])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("documents", "longer")])
-def test_portable_operations_and_maps_equal_the_definition(name: str, pattern: DilatedPattern | None) -> None:
-    case = replace(CASES[name], pattern=CASES[name].pattern if pattern is None else pattern)
-    found = differentiate(lambda *x: attend_portable(*x, case.pattern, **case.options()), *case.tensors())
-    torch.testing.assert_close(found, run_reference(case), **EXACT)
-    q, k, _, _, _ = case.tensors()
-    n, queries = case.num_tokens, sorted({0, case.num_tokens // 2, case.num_tokens - 1})
-    tokens = torch.eye(n, dtype=torch.float64)[None, :, None].expand(case.batch, -1, case.kv_heads, -1)
-    q, k = (nn.functional.pad(x, (0, n - 3)) if n > 3 else x for x in (q, k))  # values are as wide as keys
-    out, _ = reference.dilated_attention(q, k, tokens, case.pattern, **case.options())
-    weights = attention_map(q, k, case.pattern, queries=queries, **case.options())
-    torch.testing.assert_close(weights, out[:, queries].transpose(1, 2), **EXACT)
 
 
 @pytest.mark.parametrize("functions", [{}, Mods("alibi", "prefix").functions(torch.empty(0))], ids=["plain", "functions"])
@@ -97,18 +58,15 @@ def test_transforms_checkpoints_and_dropout(functions: dict[str, Any], is_causal
     torch.testing.assert_close((ends[0] - ends[1]) / 2e-6, change, atol=1e-6, rtol=1e-6)
 
 
-LEARNS = pytest.param(Mods("alibi", "thirds").functions(torch.empty(0)), True, marks=[pytest.mark.slow, needs_unknown_sizes])
-
-
-@pytest.mark.parametrize(("functions", "dynamic"), [({}, True), LEARNS, ({}, False)])
-def test_one_graph_serves_every_length(functions: dict[str, Any], dynamic: bool) -> None:
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_one_graph_serves_every_length(dynamic: bool) -> None:
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")
     compiled = torch.compile(with_lse, fullgraph=True, dynamic=dynamic, backend=graphs)
     for n in (131, 67, 29, 293) if dynamic else (131,):
         case = Case(MIXED, batch=2, num_tokens=n, kv_heads=2, group=2)
         found, expected = (
-            differentiate(lambda *x, f=f: f(*x, MIXED, is_causal=True, **functions), *case.tensors())
+            differentiate(lambda *x, f=f: f(*x, MIXED, is_causal=True), *case.tensors())
             for f in (compiled, reference.dilated_attention)
         )
         torch.testing.assert_close(found, expected, **EXACT)

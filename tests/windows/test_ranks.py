@@ -15,7 +15,7 @@ from flexdilated.backends.dense.windows import band_blocks
 from flexdilated.core.pieces import UNBOUNDED
 from flexdilated.distributed.planner import cost_model, message_rows
 from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
-from tests.backends.test_mods import Mods
+from tests.backends.mods import Mods
 from tests.distributed import test_functions, test_parallel
 from tests.distributed.cases import ShardedCase, random_case
 from tests.distributed.processes import Ranks
