@@ -12,64 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-import flexdilated.backends.flex.backend
 from benchmarks.attention import Inputs, assert_rows_match_definition
-from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_attention, dilated_mask_mod, dilated_score_mod, reference
+from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_attention, dilated_mask_mod, dilated_score_mod
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
 from flexdilated.core.call import Call
 from tests.backends import flex_emulation
-from tests.backends.mods import LONGEST, Mods
-from tests.backends.mods import run as run_mods
-from tests.cases import Case, differentiate, run_plain
+from tests.backends.flex_cases import CALLS, CASES, DEVICE, LAYOUTS, NONE, PLAIN, UNEVEN, force, run, run_definition
+from tests.cases import differentiate, run_plain
 from tests.tolerances import SINGLE, assert_twice_naive
 
 # What the compiler warns about differs by version and device (TF32 among it) and is not what is tested: shown, no failure.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-DEVICE = "cuda"
-LAYOUTS = ("packed", "fused")
 RESIDENT = 80 << 30  # bytes: q, k, v and out of 2**31 elements each, the packed pieces, and their float32 mixture
 
-# Rates that divide segments (one long sequence of kept rows), rates that do not (one sequence per segment), more than one block.
-EVEN = DilatedPattern((31, 201, 235), (1, 3, 5))
-FULL = DilatedPattern((256, 1024), (1, 4))
-UNEVEN = DilatedPattern((31, 101, 257), (1, 3, 7))
-
-
-def grouped_heads(case: Case) -> Case:
-    return replace(case, pattern=replace(case.pattern, heads="grouped"))
-
-
-PLAIN = Case(EVEN, num_tokens=331, kv_heads=2, head_dim=64)
-NONE = Mods()
-CASES = {
-    "plain": (PLAIN, NONE),
-    "causal": (replace(PLAIN, pattern=UNEVEN, is_causal=True), NONE),
-    "batch": (replace(PLAIN, batch=3, num_tokens=263, kv_heads=5, head_dim=16), NONE),
-    "gqa": (replace(PLAIN, group=3, head_dim=48, is_causal=True), NONE),
-    "head_dim_24": (replace(PLAIN, pattern=UNEVEN, head_dim=24), NONE),
-    "head_dim_128": (replace(PLAIN, head_dim=128, is_causal=True), NONE),
-    "strided": (replace(PLAIN, batch=2, strided=True), NONE),
-    "padding": (replace(PLAIN, batch=3, pattern=UNEVEN, ignored=0.3), NONE),
-    "padding_causal": (replace(PLAIN, batch=2, ignored=0.7, is_causal=True), NONE),
-    "padding_everywhere": (replace(PLAIN, batch=2, num_tokens=131, ignored=1.0), NONE),
-    "documents": (replace(PLAIN, borders=(0, 1, 1, 130, 331), is_causal=True), NONE),
-    "grouped": (grouped_heads(replace(PLAIN, kv_heads=5)), NONE),
-    "interleaved": (replace(PLAIN, pattern=replace(EVEN, offsets="interleaved"), kv_heads=5, is_causal=True), NONE),
-    "zero_padding": (replace(PLAIN, pattern=DilatedPattern((60, 66, 340), (1, 3, 5), zero_padding=True)), NONE),
-    "detach_weights": (replace(PLAIN, pattern=replace(EVEN, detach_weights=True), lse_gradient=False), NONE),
-    "short": (replace(PLAIN, num_tokens=67, is_causal=True), NONE),
-    "one_token": (replace(PLAIN, num_tokens=1), NONE),
-    "score_mod": (replace(PLAIN, batch=2), Mods("table")),
-    "mask_mod": (replace(PLAIN, group=2, pattern=UNEVEN, is_causal=True), Mods(None, "thirds")),
-    # Blocks that are seen whole, more or fewer of them in a row than of the others: lists of both kinds.
-    "full_blocks": (replace(PLAIN, pattern=FULL, num_tokens=LONGEST), NONE),
-    "full_blocks_causal": (replace(PLAIN, pattern=FULL, num_tokens=LONGEST, kv_heads=4, is_causal=True), NONE),
-    "both_mods": (replace(PLAIN, borders=(0, 130, 331), pattern=UNEVEN), Mods("table", "thirds")),
-}
-ALWAYS_PACKED = ("zero_padding", "detach_weights")  # what a single softmax does not express
-CALLS = [(name, layout) for name in CASES for layout in LAYOUTS if layout == "packed" or name not in ALWAYS_PACKED]
 LOW_PRECISION = [
     (name, layout)
     for name, layout in CALLS
@@ -84,10 +41,6 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
-def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(flexdilated.backends.flex.backend, "choose_layout", lambda pattern, call: layout)
-
-
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, indirect=True)
 
 
@@ -98,15 +51,6 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     flex._compiled.cache_clear()
-
-
-def run(case: Case, mods: Mods, dtype: torch.dtype) -> list[Tensor]:
-    """The results of the flex backend."""
-    return run_mods(dilated_attention, case, mods, dtype=dtype, device=DEVICE, return_lse=True, backend="flex")
-
-
-def run_definition(case: Case, mods: Mods, dtype: torch.dtype) -> list[Tensor]:
-    return run_mods(reference.dilated_attention, case, mods, dtype=dtype, in_float64=True)
 
 
 @pytest.mark.parametrize(("name", "layout"), CALLS, indirect=["layout"])
