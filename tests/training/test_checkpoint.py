@@ -69,17 +69,6 @@ def test_latest_checkpoint_is_the_whole_one_of_the_highest_step(tmp_path: Path, 
     assert sorted(path.name for path in trainer.folder.iterdir()) == ["checkpoint-9", "checkpoint-eleven"]
 
 
-@pytest.mark.slow
-def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, text: Path) -> None:
-    plain, saved = make_trainer(tmp_path / "plain", text), make_trainer(tmp_path / "saved", text)
-    saved.save()
-    resumed = make_trainer(tmp_path / "saved", text)
-    resumed.resume()
-    for trainer in (plain, saved, resumed):
-        trainer.run(lambda _: None)
-    assert losses(saved) == losses(resumed) == losses(plain)
-
-
 @pytest.mark.parametrize("kind", [OSError, SafetensorError])
 def test_failed_save_keeps_the_old_one(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
     trainer = make_trainer(tmp_path / "run", text)

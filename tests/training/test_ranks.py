@@ -33,7 +33,7 @@ ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32 losses after some steps
 
 # Of 37 tokens 2 and 3 ranks have other parts each, whose borders the segments cross.
 SMALL: dict[str, int] = {"tokens": 37, "steps": 7, "eval-every": 3, "checkpoint-every": 5}
-LONG: dict[str, int] = {"steps": 60, "eval-every": 60}  # time enough to be killed from outside
+LONG: dict[str, int] = {"steps": 40, "eval-every": 40}  # time enough to be killed from outside
 KILLED: dict[str, int] = {"steps": 13, "eval-every": 13}
 
 
@@ -254,9 +254,6 @@ def rank_main(rank: int, num_ranks: int, folder: Path, text: Path, expected: lis
     for trainer in (plain, compiled):
         assert trainer.run(lambda _: None)
         assert [entry["train"] for entry in trainer.history] == pytest.approx(expected, rel=ROUNDING["rtol"])
-    narrow = make_trainer(folder / "narrow", text, mesh, PLAIN, dtype="bfloat16")
-    assert narrow.run(lambda _: None)
-    assert [entry["train"] for entry in narrow.history] == pytest.approx(expected, rel=0.02)
 
     behind = make_trainer(folder / "behind", text, mesh)
     behind.step = rank
