@@ -167,10 +167,7 @@ def test_checkpointing_draws_the_same_dropout_again(seed: int) -> None:
     assert all(map(torch.equal, results[1], results[0]))
 
 
-CASES = [
-    Case(PATTERN, batch=2, group=2, is_causal=True, ignored=0.3),
-    Case(PATTERN, borders=(0, 13, 43)),
-]
+CASES = [Case(PATTERN, batch=2, group=2, is_causal=True, ignored=0.3), Case(PATTERN, borders=(0, 13, 43))]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck's own, torch 2.15

@@ -12,11 +12,13 @@ from flexdilated import dilated_attention, reference
 from flexdilated.backends import DispatchKey, choose_kernel, why_not
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.core.hardware import detect
+from tests.backends.flex_cases import LAYOUTS, force
 from tests.backends.gpu_cases import CASES, PATTERN, SHORT
 from tests.cases import Case, assert_twice_plain, differentiate, run_backend, run_reference
 from tests.tolerances import EXACT, SINGLE
 
-pytestmark = pytest.mark.gpu
+# What the compiler of flex warns about differs by version and device.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 OF_SDPA = {kernel.name: kernel for kernel in KERNELS}
 SWITCHES = {
@@ -27,6 +29,7 @@ SWITCHES = {
 }
 # Forms of triton from sm_90 on: elsewhere launches take none of them.
 BACKENDS = {"the flash package": "flash", "triton": "triton", "triton, HOSTS SUMS": "triton", "triton, AHEAD": "triton"}
+BACKENDS |= {f"flex, {layout}": "flex" for layout in LAYOUTS}
 WIDE = [(name, torch.float32) for name in ("efficient", "math", "triton")] + [("math", torch.float64)]
 HALF = [(name, dtype) for name in (*SWITCHES, *BACKENDS) for dtype in (torch.bfloat16, torch.float16)]
 
@@ -54,10 +57,12 @@ def skip_unless_it_runs(kernel: str, case: Case, dtype: torch.dtype) -> Dispatch
 
 def run(kernel: str, case: Case, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv by one kernel, on CPU."""
-    for form in kernel.partition(", ")[2].split():
-        from flexdilated.backends.triton import launch
-
-        patch.setattr(launch, form, True)
+    backend, _, forms = kernel.partition(", ")
+    if backend == "flex":
+        force(patch, forms)
+    elif forms:
+        for form in forms.split():
+            patch.setattr(f"flexdilated.backends.triton.launch.{form}", True)
     with sdpa_kernel(SWITCHES[kernel]) if kernel in SWITCHES else nullcontext():
         request = skip_unless_it_runs(kernel, case, dtype)
         assert kernel not in SWITCHES or choose_kernel("sdpa", request).name == kernel

@@ -191,9 +191,7 @@ def test_jacobians_of_both_modes_equal_those_of_the_definition(pattern: DilatedP
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(Case(SHORT, borders=(0, 13, 43), group=2), marks=needs_functions), Case(DETACHED)],
-    ids=str,
+    "case", [pytest.param(Case(SHORT, borders=(0, 13, 43), group=2), marks=needs_functions), Case(DETACHED)], ids=str
 )
 @pytest.mark.parametrize("in_dims", [(0, None, None), (1, 2, 3)], ids=str)
 def test_vmap_equals_a_loop_with_gradients(case: Case, in_dims: tuple[int | None, ...]) -> None:

@@ -260,7 +260,6 @@ def test_grouped_heads_may_lie_four_gigabytes_apart() -> None:
     ("name", "dtype", "forms"),
     [
         ("plain", torch.float16, ()),
-        ("grouped_queries", torch.bfloat16, ()),
         ("grouped_queries", torch.bfloat16, ("HOSTS", "SUMS")),
         ("plain", torch.float16, ("LONG",)),
     ],

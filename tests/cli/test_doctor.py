@@ -52,16 +52,6 @@ def no_long_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "_cases", lambda: short)
 
 
-@pytest.mark.slow
-def test_doctor_passes_its_long_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = [case for case in selfcheck._cases() if case.num_tokens > 1000]
-    monkeypatch.setattr(selfcheck, "_cases", lambda: long)
-    monkeypatch.setattr(selfcheck, "DTYPES", {"float32": torch.float32})
-    monkeypatch.setattr(selfcheck, "candidates", lambda: [Candidate("sdpa", "cpu_flash")])
-    (report,) = selfcheck.self_check(torch.device("cpu"), detect("cpu"))
-    assert (report.passed, len(report.checks)) == (True, len(long))
-
-
 def test_doctor_lists_every_backend_in_every_dtype(report: dict[str, Any]) -> None:
     listed = {(row["backend"], row["kernel"], row["dtype"]) for row in report["backends"]}
     kernels = [("sdpa", kernel.name) for kernel in KERNELS] + [(name, None) for name in BACKENDS if name != "sdpa"]

@@ -9,17 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexdilated.slides.gigapath import LongNetViT, tile_positions
-from tests.slides.encoder import (
-    DEPTH,
-    GRIDS,
-    TILE_SIZE,
-    TILES,
-    draw_slides,
-    encoder_model,
-    hidden_states,
-    norm,
-    position,
-)
+from tests.slides.encoder import DEPTH, GRIDS, TILE_SIZE, TILES, draw_slides, encoder_model, hidden_states, norm, position
 from tests.tolerances import EXACT, NAIVE_FACTOR
 
 
