@@ -63,7 +63,9 @@ def test_latest_checkpoint_is_the_whole_one_of_the_highest_step(tmp_path: Path, 
     path = checkpoint.latest(trainer.folder)
     assert path is not None
     assert path.name == "checkpoint-9"
-    path.rename(trainer.folder / "checkpoint-10")
+    (trainer.folder / "checkpoint-10").mkdir()
+    assert checkpoint.latest(trainer.folder) == trainer.folder / "checkpoint-10"
+    path.rename(trainer.folder / "checkpoint-10")  # in place of the empty folder
     trainer.save()
     assert checkpoint.latest(trainer.folder) == trainer.folder / "checkpoint-9"
     assert sorted(path.name for path in trainer.folder.iterdir()) == ["checkpoint-9", "checkpoint-eleven"]
