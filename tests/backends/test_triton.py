@@ -542,7 +542,10 @@ def test_a_captured_graph_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_a_warm_up_launches_what_a_capture_compiles(least: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["grouped_heads", "mask"])
+def test_a_warm_up_launches_what_a_capture_compiles(
+    name: str, least: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def described(x: Any) -> object:
         return (x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else type(x)
 
@@ -560,7 +563,7 @@ def test_a_warm_up_launches_what_a_capture_compiles(least: Callable[[int], None]
             monkeypatch.setattr(module, "graph_stage", lambda device, stage=stage: stage)
         launched = keys[stage] = set()
         with poisoned_memory():
-            found[stage] = run_backend(MANY["grouped_heads"], "triton", torch.float32)
+            found[stage] = run_backend(MANY[name], "triton", torch.float32)
     assert keys["capture"] <= keys["warm-up"]
     assert not keys["capture"] <= keys["none"]
     for stage in ("warm-up", "capture"):
