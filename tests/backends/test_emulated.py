@@ -1,4 +1,4 @@
-"""The flex backend's GPU kernels without a GPU: the cases of test_gpu_flex.py through what inductor prints, in the interpreter.
+"""The flex backend's GPU kernels without a GPU: the cases of flex_cases.py through what inductor prints, in the interpreter.
 
 `nox -s emulated` runs them, with a torch that was built for CUDA.
 """
@@ -17,9 +17,9 @@ import flexdilated.backends.flex.backend
 from flexdilated.backends.flex import kernel
 from flexdilated.core import dispatch_key
 from flexdilated.masks import block_mask
-from tests.backends import test_gpu_flex
+from tests.backends import flex_cases
+from tests.backends.flex_cases import CALLS, CASES, run, run_definition
 from tests.backends.printed_kernels import Printer, backend, printing
-from tests.backends.test_gpu_flex import CALLS, CASES, run, run_definition
 from tests.hardware import simulate
 from tests.tolerances import SINGLE
 
@@ -87,7 +87,7 @@ def call_by(printer: Printer, given: list[bool]) -> Callable[..., Any]:
 def contiguous_keys(printer: Printer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """The flex backend as on a GPU; says of each call whether its keys were contiguous."""
     given: list[bool] = []
-    monkeypatch.setattr(test_gpu_flex, "DEVICE", "cpu")
+    monkeypatch.setattr(flex_cases, "DEVICE", "cpu")
     monkeypatch.setattr(flexdilated.backends.flex.backend, "_on_cpu", lambda q: False)
     monkeypatch.setattr(kernel, "call", call_by(printer, given))
     monkeypatch.setattr(dispatch_key, "detect", lambda device: simulate(f"sm_{LEVEL}"))
@@ -101,7 +101,7 @@ def contiguous_keys(printer: Printer, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def test_printed_kernels_equal_the_reference(
     name: str, layout: str, printer: Printer, contiguous_keys: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    test_gpu_flex.force(monkeypatch, layout)
+    flex_cases.force(monkeypatch, layout)
     actual, expected = (f(*CASES[name], torch.float32) for f in (run, run_definition))
     torch.testing.assert_close([a.double() for a in actual], expected, **SINGLE)
     kernels = [name for name in printer.launches.names if name.startswith("triton_tem")]
@@ -110,7 +110,7 @@ def test_printed_kernels_equal_the_reference(
 
 def test_gradients_of_strided_keys(contiguous_keys: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """What `TRUST_STRIDED_GRADIENTS` says: the backward was given strided keys, and is right."""
-    test_gpu_flex.force(monkeypatch, "packed")
+    flex_cases.force(monkeypatch, "packed")
     monkeypatch.setattr(kernel, "TRUST_STRIDED_GRADIENTS", True)
     actual, expected = (f(*CASES["short"], torch.float32) for f in (run, run_definition))
     assert not any(contiguous_keys[:3])

@@ -1,6 +1,8 @@
-"""The flash backend: what it refuses, and on stand-ins for both of its packages every call against the oracle."""
+"""The flash backend: what it refuses, and its calls of stand-ins for both packages: head dims, strides, views, bands.
 
-from dataclasses import replace
+Every kind of branch goes through them in tests/doors.
+"""
+
 from pathlib import Path
 
 import pytest
@@ -15,43 +17,26 @@ from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.dense import flash, flash_kernels, piece_loop
 from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import Options
-from flexdilated.core.hardware import detect
 from tests.backends.flash_stand_ins import KERNEL, Calls, place, stand_in
 from tests.cases import Case, assert_twice_plain, differentiate, run_backend, run_reference
+from tests.doors.cases import CASES, KINDS, assert_near, results
+from tests.doors.doors import attends
 from tests.hardware import simulate
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
-WINDOW = DilatedPattern((11, 23), (2, 3), window=7)
-SHIFTED = DilatedPattern.torchscale((29, 11, 17), (1, 3, 5))
-CASES = {
-    "plain": Case(PATTERN, batch=2),
-    "gqa": Case(PATTERN, batch=2, kv_heads=3, group=2),
-    "causal_gqa": Case(PATTERN, kv_heads=3, group=2, is_causal=True),
-    "head_dim_8_and_lse": Case(PATTERN, head_dim=8, is_causal=True),
-    "head_dim_16_in_place": Case(PATTERN, head_dim=16, group=2, lse_gradient=False),
+# flash-attn 2 needs a column of the head dim for the gradient of lse: at 16 it pads.
+SIZED = {
+    "head_dim_16": Case(PATTERN, head_dim=16, group=2),
+    "head_dim_8_in_place": Case(PATTERN, head_dim=8, is_causal=True, lse_gradient=False),
     "head_dim_1": Case(PATTERN, head_dim=1),
     "head_dim_248": Case(PATTERN, kv_heads=1, head_dim=248),
-    "documents": Case(PATTERN, is_causal=True, borders=(0, 1, 1, 13, 43)),
-    "shorter_than_a_segment": Case(PATTERN, num_tokens=7),
     "strided": Case(PATTERN, head_dim=8, strided=True, lse_gradient=False),
-    "one_token": Case(PATTERN, num_tokens=1, is_causal=True),
     "one_head": Case(DilatedPattern((7, 13), (1, 7)), batch=3, kv_heads=1, head_dim=72),
-    "documents_of_one_token": Case(PATTERN, group=2, borders=(0, 1, 2, 3, 4, 43)),
-    "grouped": Case(DilatedPattern((5, 11), (2, 3), heads="grouped"), batch=3),
-    "detached": Case(replace(PATTERN, detach_weights=True), batch=2, group=2),
-    "zero_padding": Case(replace(PATTERN, zero_padding=True), num_tokens=41),
-    "torchscale": Case(SHIFTED, num_tokens=41, kv_heads=7, group=2),
-    "torchscale_causal": Case(SHIFTED, num_tokens=41, kv_heads=7, is_causal=True),
-    "window": Case(WINDOW, batch=2, group=2),
-    "window_alone_causal": Case(DilatedPattern(window=1), head_dim=8, is_causal=True, lse_gradient=False),
-    "window_documents": Case(WINDOW, is_causal=True, borders=(0, 1, 8, 15, 15, 28, 41, 43)),
-    "window_grouped_detached": Case(replace(WINDOW, heads="grouped", detach_weights=True), is_causal=True, group=2),
-    "window_wider_than_a_document": Case(DilatedPattern((23,), (3,), window=12), borders=(0, 11, 22, 34, 43)),
-    "head_dim_256": Case(PATTERN, kv_heads=1, group=2, head_dim=256),
+    "window_documents": Case(
+        DilatedPattern((11, 23), (2, 3), window=7), is_causal=True, borders=(0, 1, 8, 15, 15, 28, 41, 43), group=2
+    ),
 }
-# flash-attn 2 needs a column of the head dim for the gradient of lse.
-CALLS = [(kernel, case) for kernel in KERNEL for case in CASES if (kernel, case) != ("flash_attn", "head_dim_256")]
 
 
 def request(**changes: object) -> DispatchKey:
@@ -241,14 +226,20 @@ def test_auto_never_takes_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["slabs", "views"])  # as on a CPU, as on a GPU
-@pytest.mark.parametrize(("kernel", "name"), CALLS)
-def test_flash_equals_the_reference(kernel: str, name: str, views: bool, package: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    place(kernel, monkeypatch)
+@pytest.mark.parametrize("name", SIZED)
+def test_flash_takes_head_dims_and_strides(name: str, views: bool, anywhere: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     if views:
         monkeypatch.setattr(piece_loop, "packs", lambda device: False)
-    case = CASES[name]
-    torch.testing.assert_close(run_backend(case, "flash"), run_reference(case), **EXACT)
-    assert package.count("backward") > 0
+    torch.testing.assert_close(run_backend(SIZED[name], "flash"), run_reference(SIZED[name]), **EXACT)
+    assert anywhere.count("backward") > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_views_as_on_a_gpu_equal_the_definition(kind: str, anywhere: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piece_loop, "packs", lambda device: False)
+    for variant in ("plain", "packed, causal"):
+        case = CASES[kind, variant]
+        assert_near(results(attends("flash")(case), case), case, case.dtype)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +262,7 @@ def test_flash_runs_by_its_own_word_in_low_precision(
 
 
 def test_deterministic_algorithms_are_asked_of_the_backward(anywhere: Calls) -> None:
-    q, k, v, dout, _ = CASES["plain"].tensors()
+    q, k, v, dout, _ = SIZED["head_dim_1"].tensors()
     torch.use_deterministic_algorithms(True)  # the stand-in compares
     try:
         differentiate(lambda q, k, v: (dilated_attention(q, k, v, PATTERN, backend="flash"), q), q, k, v, dout)
@@ -388,14 +379,3 @@ def test_compiler_traces_the_choice_of_a_package(level: str, kernel: str, packag
         differentiate(torch.compile(attend, fullgraph=True, backend="aot_eager"), *tensors), expected, **EXACT
     )
     assert ("dlse" in package.last) == (kernel == "flash_attn_4")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_the_package_errs_at_most_twice_as_much_as_plain_pytorch(name: str, dtype: torch.dtype) -> None:
-    case = replace(CASES[name], lse_gradient=False)
-    reason = backends.why_not("flash", DispatchKey(detect("cuda"), dtype, case.head_dim, case.group))
-    if reason is not None:
-        pytest.skip(reason)
-    assert_twice_plain(run_backend(case, "flash", dtype, "cuda"), case, dtype, replace(case, pattern=PATTERN, borders=None))

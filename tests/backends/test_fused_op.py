@@ -22,7 +22,7 @@ def attend(case: Case, **options: object) -> Callable[[Tensor, Tensor, Tensor], 
     return lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("slab_bytes", [1, 2000, 5000])
+@pytest.mark.parametrize("slab_bytes", [1, 5000])
 @pytest.mark.parametrize(
     "case",
     [
@@ -52,15 +52,6 @@ def test_backward_keeps_only_q_k_v_out_and_lse(pattern: DilatedPattern) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out, lse = dilated_attention(*leaves, pattern, return_lse=True)
     assert set(saved) == {x.data_ptr() for x in (q, k, v, out, lse)}
-
-
-def test_only_the_asked_gradients_are_given() -> None:
-    q, k, v, dout, _ = Case(PATTERN).tensors()
-    k.requires_grad_()
-    dilated_attention(q, k, v, PATTERN).backward(dout)
-    assert k.grad is not None
-    assert q.grad is None
-    assert v.grad is None
 
 
 def test_lse_alone_has_a_gradient() -> None:
@@ -117,14 +108,6 @@ def test_dropout_is_off_by_default_and_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("pattern", [PATTERN, PADDED], ids=["exact", "detached"])
-def test_dropout_leaves_lse_alone(pattern: DilatedPattern) -> None:
-    q, k, v, _, _ = Case(pattern).tensors()
-    _, lse = dilated_attention(q, k, v, pattern, return_lse=True)
-    _, dropped = dilated_attention(q, k, v, pattern, dropout_p=0.7, return_lse=True)
-    torch.testing.assert_close(dropped, lse, **EXACT)
-
-
 @pytest.mark.parametrize("slab_bytes", [1, 1 << 22])
 def test_dropout_drops_a_share_of_p_and_no_two_rows_alike(slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piece_loop, "CPU_SLAB_BYTES", slab_bytes)
@@ -141,9 +124,8 @@ def test_dropout_drops_a_share_of_p_and_no_two_rows_alike(slab_bytes: int, monke
 @pytest.mark.parametrize(
     "pattern", [DilatedPattern((5, 7), (1, 3)), DilatedPattern.torchscale((5, 7), (1, 3))], ids=["exact", "detached"]
 )
-@pytest.mark.parametrize("borders", [None, (0, 1, 3, 4, 6, 7, 9, 11)], ids=["whole", "documents"])
-def test_dropout_drops_the_same_weights_in_backward(pattern: DilatedPattern, borders: tuple[int, ...] | None, seed: int) -> None:
-    case = Case(pattern, num_tokens=11, kv_heads=2, head_dim=2, borders=borders)
+def test_dropout_drops_the_same_weights_in_backward(pattern: DilatedPattern, seed: int) -> None:
+    case = Case(pattern, num_tokens=9, kv_heads=2, head_dim=2, borders=(0, 1, 3, 4, 9))
     tensors = case.tensors()[:3]
 
     def dropped(*inputs: Tensor) -> Tensor:
@@ -156,7 +138,7 @@ def test_dropout_drops_the_same_weights_in_backward(pattern: DilatedPattern, bor
         assert torch.autograd.gradcheck(dropped, [x.requires_grad_() for x in tensors])
 
 
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 def test_dropout_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
     """The backward may run under another one than the forward."""
     q, k, v, dout, _ = Case(PATTERN, batch=2).tensors(torch.float32)
@@ -185,16 +167,11 @@ def test_checkpointing_draws_the_same_dropout_again(seed: int) -> None:
     assert all(map(torch.equal, results[1], results[0]))
 
 
-CASES = [
-    Case(PATTERN, batch=2, group=2, is_causal=True),
-    Case(PATTERN, batch=2, ignored=0.3),
-    Case(PATTERN, borders=(0, 13, 43)),
-    Case(PADDED, batch=2),
-]
+CASES = [Case(PATTERN, batch=2, group=2, is_causal=True, ignored=0.3), Case(PATTERN, borders=(0, 13, 43))]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck's own, torch 2.15
-@pytest.mark.parametrize("case", CASES, ids=["gqa_causal", "mask", "documents", "zero_keys"])
+@pytest.mark.parametrize("case", CASES, ids=["gqa_causal_mask", "documents"])
 def test_operators_keep_pytorch_s_contract(case: Case) -> None:
     q, k, v, _, _ = case.tensors(torch.float32)
     options = case.options()

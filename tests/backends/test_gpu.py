@@ -1,5 +1,6 @@
 """Every CUDA kernel against the oracle: dtypes, masks, grouped queries, odd head dims, gradients of lse, long rows."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -7,82 +8,90 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import DispatchKey, choose_kernel
+from flexdilated import dilated_attention, reference
+from flexdilated.backends import DispatchKey, choose_kernel, why_not
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.core.hardware import detect
+from tests.backends.flex_cases import LAYOUTS, force
+from tests.backends.gpu_cases import CASES, PATTERN, SHORT
 from tests.cases import Case, assert_twice_plain, differentiate, run_backend, run_reference
 from tests.tolerances import EXACT, SINGLE
 
-pytestmark = pytest.mark.gpu
+# What the compiler of flex warns about differs by version and device.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-KERNEL = {kernel.name: kernel for kernel in KERNELS}
+OF_SDPA = {kernel.name: kernel for kernel in KERNELS}
 SWITCHES = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-PATTERN = DilatedPattern((31, 101, 257), (1, 3, 7))
-CASES = {
-    "plain": Case(PATTERN, batch=2, num_tokens=263, kv_heads=7, head_dim=24),
-    "gqa": Case(PATTERN, num_tokens=263, kv_heads=3, group=2, head_dim=48),
-    "odd_head_dim": Case(PATTERN, num_tokens=263, kv_heads=3, head_dim=17),
-    "head_dim_1": Case(PATTERN, batch=2, num_tokens=263, kv_heads=7, head_dim=1),
-    "head_dim_64": Case(PATTERN, num_tokens=263, kv_heads=2, head_dim=64),
-    "grouped": Case(DilatedPattern((31, 101), (2, 3), heads="grouped"), batch=2, num_tokens=263, kv_heads=5, head_dim=24),
-    "mask": Case(PATTERN, batch=3, num_tokens=263, kv_heads=3, head_dim=24, ignored=0.3),
-    "mask_gqa": Case(PATTERN, batch=2, num_tokens=131, kv_heads=2, group=3, head_dim=13, ignored=0.7),
-    "mask_all": Case(PATTERN, batch=2, num_tokens=67, kv_heads=3, head_dim=24, ignored=1.0),
-    "documents": Case(PATTERN, num_tokens=263, kv_heads=3, head_dim=24, borders=(0, 1, 1, 130, 263)),
-    "strided": Case(PATTERN, batch=2, num_tokens=131, kv_heads=3, head_dim=24, strided=True),
-    "zero_padding": Case(DilatedPattern.torchscale((29, 11, 17), (1, 3, 5)), num_tokens=41, kv_heads=7, head_dim=24),
-}
+# Forms of triton from sm_90 on: elsewhere launches take none of them.
+BACKENDS = {"the flash package": "flash", "triton": "triton", "triton, HOSTS SUMS": "triton", "triton, AHEAD": "triton"}
+BACKENDS |= {f"flex, {layout}": "flex" for layout in LAYOUTS}
+WIDE = [(name, torch.float32) for name in ("efficient", "math", "triton")] + [("math", torch.float64)]
+HALF = [(name, dtype) for name in (*SWITCHES, *BACKENDS) for dtype in (torch.bfloat16, torch.float16)]
 
 
-def skip_unless_it_runs(kernel: str, case: Case, dtype: torch.dtype) -> None:
-    request = DispatchKey(detect("cuda"), dtype, case.head_dim, case.group, key_padding_mask=case.ignored is not None)
-    reason = KERNEL[kernel].why_not(request)
+def calls(kernels: list[tuple[str, torch.dtype]]) -> list[tuple[str, torch.dtype, str, bool]]:
+    """Each kernel with its cases: those of several tiles for triton alone."""
+    return [
+        (kernel, dtype, name, is_causal)
+        for kernel, dtype in kernels
+        for name in (CASES if kernel.startswith("triton") else SHORT)
+        for is_causal in (False, True)
+    ]
+
+
+def skip_unless_it_runs(kernel: str, case: Case, dtype: torch.dtype) -> DispatchKey:
+    masked, windowed = case.ignored is not None, case.pattern.window is not None
+    request = DispatchKey(
+        detect("cuda"), dtype, case.head_dim, case.group, key_padding_mask=masked, window=windowed, dlse=case.lse_gradient
+    )
+    reason = OF_SDPA[kernel].why_not(request) if kernel in OF_SDPA else why_not(BACKENDS[kernel], request)
     if reason is not None:
         pytest.skip(f"{kernel}: {reason}")
+    return request
 
 
-def run(kernel: str, case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def run(kernel: str, case: Case, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv by one kernel, on CPU."""
-    with sdpa_kernel(SWITCHES[kernel]):
-        skip_unless_it_runs(kernel, case, dtype)
-        request = DispatchKey(detect("cuda"), dtype, case.head_dim, case.group, key_padding_mask=case.ignored is not None)
-        assert choose_kernel("sdpa", request).name == kernel
-        return tuple(x.cpu() for x in run_backend(case, "sdpa", dtype, "cuda"))
+    backend, _, forms = kernel.partition(", ")
+    if backend == "flex":
+        force(patch, forms)
+    elif forms:
+        for form in forms.split():
+            patch.setattr(f"flexdilated.backends.triton.launch.{form}", True)
+    with sdpa_kernel(SWITCHES[kernel]) if kernel in SWITCHES else nullcontext():
+        request = skip_unless_it_runs(kernel, case, dtype)
+        assert kernel not in SWITCHES or choose_kernel("sdpa", request).name == kernel
+        return tuple(x.cpu() for x in run_backend(case, BACKENDS.get(kernel, "sdpa"), dtype, "cuda"))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "dtype"), [("efficient", torch.float32), ("math", torch.float32), ("math", torch.float64)], ids=str
-)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_kernel_in_full_precision_equals_the_reference(name: str, is_causal: bool, kernel: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kernel", "dtype", "name", "is_causal"), calls(WIDE), ids=str)
+def test_full_precision_equals_the_reference(
+    kernel: str, dtype: torch.dtype, name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = replace(CASES[name], is_causal=is_causal)
-    actual, expected = run(kernel, case, dtype), run_reference(case, dtype)
+    actual, expected = run(kernel, case, dtype, monkeypatch), run_reference(case, dtype)
     torch.testing.assert_close([a.double() for a in actual], expected, **(EXACT if dtype == torch.float64 else SINGLE))
 
 
-@pytest.mark.parametrize("kernel", SWITCHES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_kernel_in_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
-    name: str, is_causal: bool, dtype: torch.dtype, kernel: str
+@pytest.mark.parametrize(("kernel", "dtype", "name", "is_causal"), calls(HALF), ids=str)
+def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
+    kernel: str, dtype: torch.dtype, name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = replace(CASES[name], is_causal=is_causal, lse_gradient=False)
-    assert_twice_plain(run(kernel, case, dtype), case, dtype, replace(case, pattern=PATTERN, ignored=None, borders=None))
+    whole = replace(case, pattern=PATTERN, ignored=None, borders=None, scale=None if case.scale is None else abs(case.scale))
+    assert_twice_plain(run(kernel, case, dtype, monkeypatch), case, dtype, whole)
 
 
 @pytest.mark.parametrize("kernel", SWITCHES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_kernel_gives_the_gradient_of_lse(kernel: str, dtype: torch.dtype, is_causal: bool) -> None:
-    case = replace(CASES["gqa"], is_causal=is_causal)
+    case = replace(SHORT["gqa"], is_causal=is_causal)
     with sdpa_kernel(SWITCHES[kernel]):
         skip_unless_it_runs(kernel, case, dtype)
         q, k, v, _, dlse = (x.cuda() for x in case.tensors(dtype))
@@ -100,7 +109,7 @@ def test_kernel_gives_the_gradient_of_lse(kernel: str, dtype: torch.dtype, is_ca
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_empty_rows_are_zero_with_zero_gradients(dtype: torch.dtype) -> None:
-    case = replace(CASES["mask_all"], ignored=None)
+    case = replace(SHORT["mask_all"], ignored=None)
     ignored = torch.tensor([[True], [False]], device="cuda").expand(2, case.num_tokens)
     out, lse, dq, dk, dv = differentiate(
         lambda q, k, v: dilated_attention(q, k, v, PATTERN, key_padding_mask=ignored, return_lse=True), *case.tensors(dtype, "cuda")

@@ -12,70 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-import flexdilated.backends.flex.backend
 from benchmarks.attention import Inputs, assert_rows_match_definition
-from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_attention, dilated_mask_mod, dilated_score_mod, reference
+from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_attention, dilated_mask_mod, dilated_score_mod
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
 from flexdilated.core.call import Call
 from flexdilated.core.pieces import UNBOUNDED
 from tests.backends import flex_emulation
-from tests.backends.mods import LONGEST, Mods
-from tests.backends.mods import run as run_mods
-from tests.cases import Case, differentiate, run_plain
-from tests.tolerances import SINGLE, assert_twice_naive
+from tests.backends.flex_cases import CALLS, CASES, DEVICE, LAYOUTS, NONE, PLAIN, force, run, run_definition
+from tests.cases import differentiate
+from tests.tolerances import SINGLE
 
 # What the compiler warns about differs by version and device (TF32 among it) and is not what is tested: shown, no failure.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-DEVICE = "cuda"
-LAYOUTS = ("packed", "fused")
 RESIDENT = 80 << 30  # bytes: q, k, v and out of 2**31 elements each, the packed pieces, and their float32 mixture
-
-# Rates that divide segments (one long sequence of kept rows), rates that do not (one sequence per segment), more than one block.
-EVEN = DilatedPattern((31, 201, 235), (1, 3, 5))
-FULL = DilatedPattern((256, 1024), (1, 4))
-UNEVEN = DilatedPattern((31, 101, 257), (1, 3, 7))
-
-
-def grouped_heads(case: Case) -> Case:
-    return replace(case, pattern=replace(case.pattern, heads="grouped"))
-
-
-PLAIN = Case(EVEN, num_tokens=331, kv_heads=2, head_dim=64)
-NONE = Mods()
-CASES = {
-    "plain": (PLAIN, NONE),
-    "causal": (replace(PLAIN, pattern=UNEVEN, is_causal=True), NONE),
-    "batch": (replace(PLAIN, batch=3, num_tokens=263, kv_heads=5, head_dim=16), NONE),
-    "gqa": (replace(PLAIN, group=3, head_dim=48, is_causal=True), NONE),
-    "head_dim_24": (replace(PLAIN, pattern=UNEVEN, head_dim=24), NONE),
-    "head_dim_128": (replace(PLAIN, head_dim=128, is_causal=True), NONE),
-    "strided": (replace(PLAIN, batch=2, strided=True), NONE),
-    "padding": (replace(PLAIN, batch=3, pattern=UNEVEN, ignored=0.3), NONE),
-    "padding_causal": (replace(PLAIN, batch=2, ignored=0.7, is_causal=True), NONE),
-    "padding_everywhere": (replace(PLAIN, batch=2, num_tokens=131, ignored=1.0), NONE),
-    "documents": (replace(PLAIN, borders=(0, 1, 1, 130, 331), is_causal=True), NONE),
-    "grouped": (grouped_heads(replace(PLAIN, kv_heads=5)), NONE),
-    "interleaved": (replace(PLAIN, pattern=replace(EVEN, offsets="interleaved"), kv_heads=5, is_causal=True), NONE),
-    "zero_padding": (replace(PLAIN, pattern=DilatedPattern((60, 66, 340), (1, 3, 5), zero_padding=True)), NONE),
-    "detach_weights": (replace(PLAIN, pattern=replace(EVEN, detach_weights=True), lse_gradient=False), NONE),
-    "short": (replace(PLAIN, num_tokens=67, is_causal=True), NONE),
-    "one_token": (replace(PLAIN, num_tokens=1), NONE),
-    "score_mod": (replace(PLAIN, batch=2), Mods("table")),
-    "mask_mod": (replace(PLAIN, group=2, pattern=UNEVEN, is_causal=True), Mods(None, "thirds")),
-    # Blocks that are seen whole, more or fewer of them in a row than of the others: lists of both kinds.
-    "full_blocks": (replace(PLAIN, pattern=FULL, num_tokens=LONGEST), NONE),
-    "full_blocks_causal": (replace(PLAIN, pattern=FULL, num_tokens=LONGEST, kv_heads=4, is_causal=True), NONE),
-    "both_mods": (replace(PLAIN, borders=(0, 130, 331), pattern=UNEVEN), Mods("table", "thirds")),
-}
-ALWAYS_PACKED = ("zero_padding", "detach_weights")  # what a single softmax does not express
-CALLS = [(name, layout) for name in CASES for layout in LAYOUTS if layout == "packed" or name not in ALWAYS_PACKED]
-LOW_PRECISION = [
-    (name, layout)
-    for name, layout in CALLS
-    if name in ("plain", "gqa", "head_dim_128", "padding", "documents", "grouped", "score_mod", "full_blocks")
-]
 
 
 @pytest.fixture
@@ -83,10 +34,6 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """The layout that every call in the test takes, where it may choose."""
     force(monkeypatch, request.param)
     return request.param
-
-
-def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(flexdilated.backends.flex.backend, "choose_layout", lambda pattern, call: layout)
 
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, indirect=True)
@@ -101,33 +48,10 @@ def fresh_compiler() -> Iterator[None]:
     flex._compiled.cache_clear()
 
 
-def run(case: Case, mods: Mods, dtype: torch.dtype) -> list[Tensor]:
-    """The results of the flex backend."""
-    return run_mods(dilated_attention, case, mods, dtype=dtype, device=DEVICE, return_lse=True, backend="flex")
-
-
-def run_definition(case: Case, mods: Mods, dtype: torch.dtype) -> list[Tensor]:
-    return run_mods(reference.dilated_attention, case, mods, dtype=dtype, in_float64=True)
-
-
 @pytest.mark.parametrize(("name", "layout"), CALLS, indirect=["layout"])
 def test_flex_in_float32_equals_the_reference(name: str, layout: str) -> None:
     actual, expected = (f(*CASES[name], torch.float32) for f in (run, run_definition))
     torch.testing.assert_close([a.double() for a in actual], expected, **SINGLE)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("name", "layout"), LOW_PRECISION, indirect=["layout"])
-def test_flex_in_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, layout: str, dtype: torch.dtype) -> None:
-    case, mods = replace(CASES[name][0], lse_gradient=False), CASES[name][1]
-    actual, expected = (f(case, mods, dtype) for f in (run, run_definition))
-
-    # As in `assert_twice_plain`: the plain error is that of the unmasked whole.
-    whole = replace(case, pattern=UNEVEN, ignored=None, borders=None)
-    naive, exact = run_plain(whole, dtype), run_definition(whole, NONE, dtype)
-    for i in (0, 2, 3, 4):
-        assert actual[i].dtype == dtype
-        assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))
 
 
 @each_layout

@@ -1,4 +1,4 @@
-"""Our own kernels on a CUDA device: what the interpreter proves of them, compiled."""
+"""Our own kernels on a CUDA device: descriptors, shared launches, captures, equal runs, far strides; values are in test_gpu.py."""
 
 import subprocess
 import sys
@@ -12,40 +12,14 @@ from flexdilated.backends import DispatchKey, why_not
 from flexdilated.backends.triton.tiles import DESCRIBED, LEAST_DESCRIBED_ROWS, tiles_of
 from flexdilated.core.hardware import detect
 from tests.backends import interpreter
-from tests.backends.test_gpu import CASES
-from tests.cases import Case, assert_twice_plain, differentiate, run_backend, run_reference
-from tests.tolerances import SINGLE
+from tests.backends.gpu_cases import CASES
+from tests.cases import Case, differentiate, run_backend
 
 pytest.importorskip("triton")
 
 from flexdilated.backends.triton import groups, launch
 
 pytestmark = pytest.mark.gpu
-
-PATTERN = DilatedPattern((31, 101, 257), (1, 3, 7))
-LONG = DilatedPattern((1024, 2100), (1, 3))
-BORDERS = (0, 7, 560, 565, 565, 1165, 1230, 1800, 2300)
-MORE = {
-    **CASES,
-    "detached": replace(CASES["gqa"], pattern=replace(PATTERN, detach_weights=True)),
-    "negative_scale": replace(CASES["gqa"], scale=-0.4),
-    "head_dim_128": replace(CASES["head_dim_64"], head_dim=128),
-    "head_dim_256": replace(CASES["head_dim_64"], head_dim=256),
-    # Segments of as many rows as tensor descriptors are made for: ragged, shared, at every size of tiles.
-    "described": Case(LONG, num_tokens=2300, kv_heads=2, group=2, head_dim=128),
-    "described_96": Case(LONG, num_tokens=2300, kv_heads=2, head_dim=96),
-    "described_128": Case(LONG, num_tokens=2300, kv_heads=1, group=3, head_dim=128, borders=(0, 7, 1500, 2300)),
-    "described_detached": Case(replace(LONG, detach_weights=True), num_tokens=2300, kv_heads=2, head_dim=128),
-    "described_zero_keys": Case(DilatedPattern.torchscale((1024, 2100), (1, 3)), num_tokens=2300, kv_heads=2, head_dim=128),
-    "described_256": Case(LONG, num_tokens=2300, kv_heads=1, group=2, head_dim=256),
-    "many_documents": Case(LONG, num_tokens=2300, kv_heads=2, group=2, head_dim=64, borders=BORDERS),
-    "described_documents": Case(LONG, num_tokens=2300, kv_heads=2, head_dim=128, borders=BORDERS),
-    "window": Case(replace(PATTERN, window=300), num_tokens=1301, kv_heads=2, group=2, head_dim=64),
-    "window_mask": Case(DilatedPattern(window=5), num_tokens=571, kv_heads=2, head_dim=64, ignored=0.3),
-    "described_window": Case(replace(LONG, window=700), num_tokens=2300, kv_heads=2, head_dim=128),
-    "window_documents": Case(DilatedPattern(window=64), num_tokens=2300, kv_heads=2, head_dim=64, borders=BORDERS),
-    "full_tiles": Case(DilatedPattern((256, 512), (1, 2)), num_tokens=1024, kv_heads=2, group=2, head_dim=64),
-}
 
 
 def skip_unless_it_runs(case: Case, dtype: torch.dtype) -> None:
@@ -55,44 +29,10 @@ def skip_unless_it_runs(case: Case, dtype: torch.dtype) -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", MORE)
-def test_float32_equals_the_reference(name: str, is_causal: bool) -> None:
-    case = replace(MORE[name], is_causal=is_causal)
-    skip_unless_it_runs(case, torch.float32)
-    torch.testing.assert_close(
-        [actual.cpu().double() for actual in run_backend(case, "triton", torch.float32, "cuda")],
-        run_reference(case, torch.float32),
-        **SINGLE,
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", MORE)
-def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, is_causal: bool, dtype: torch.dtype) -> None:
-    case = replace(MORE[name], is_causal=is_causal, lse_gradient=False)
-    skip_unless_it_runs(case, dtype)
-    whole = replace(case, pattern=PATTERN, ignored=None, borders=None, scale=None if case.scale is None else abs(case.scale))
-    assert_twice_plain(run_backend(case, "triton", dtype, "cuda"), case, dtype, whole)
-
-
-@pytest.mark.parametrize("forms", [("HOSTS", "SUMS"), ("AHEAD",)], ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", MORE)
-def test_forms_to_measure_err_as_little(
-    name: str, is_causal: bool, forms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From sm_90 on: elsewhere launches take none of them."""
-    for form in forms:
-        monkeypatch.setattr(launch, form, True)
-    test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name, is_causal, torch.bfloat16)
-
-
-@pytest.mark.parametrize("name", [name for name in MORE if name.startswith("described")])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("described")])
 def test_long_segments_load_by_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the table of this GPU's level says so: else the cases of that name show nothing of them."""
-    case = MORE[name]
+    case = CASES[name]
     skip_unless_it_runs(case, torch.bfloat16)
     level = torch.cuda.get_device_capability()
     chosen = {
@@ -107,7 +47,7 @@ def test_long_segments_load_by_descriptors(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["many_documents", "described_documents"])
 def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = MORE[name]
+    case = CASES[name]
     skip_unless_it_runs(case, torch.bfloat16)
     found, launched = [], interpreter.watch(monkeypatch)
     for least in (2, 1 << 20):
@@ -122,7 +62,7 @@ def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(name: s
 
 
 def test_the_host_does_not_wait_for_launches_that_many_pieces_share() -> None:
-    case = MORE["many_documents"]
+    case = CASES["many_documents"]
     skip_unless_it_runs(case, torch.bfloat16)
     q, k, v, dout, _ = case.tensors(torch.bfloat16, "cuda")
     borders = torch.tensor(range(0, 2301, 100))  # on the CPU: those on a device are waited for
@@ -175,7 +115,7 @@ while True:
 @pytest.mark.parametrize("name", ["gqa", "described", "described_128"])
 def test_runs_are_equal_in_every_bit(name: str) -> None:
     """Also beside another process, whose turns on the device delay what is on its way to shared memory."""
-    case = MORE[name]
+    case = CASES[name]
     skip_unless_it_runs(case, torch.float16)
     q, k, v, dout, _ = case.tensors(torch.float16, "cuda")
     run = lambda q, k, v: dilated_attention(  # noqa: E731
@@ -194,7 +134,7 @@ def test_runs_are_equal_in_every_bit(name: str) -> None:
 
 def test_rows_that_share_memory_are_read_as_any_others() -> None:
     """Expanded keys have a stride of 0, which no descriptor takes."""
-    case = replace(MORE["described"], group=1)
+    case = replace(CASES["described"], group=1)
     skip_unless_it_runs(case, torch.bfloat16)
     q, k, v, dout, _ = case.tensors(torch.bfloat16, "cuda")
     run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True, backend="triton")  # noqa: E731

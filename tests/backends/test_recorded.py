@@ -124,7 +124,6 @@ def several_results(of: Any) -> Tensor:
     return of(q, k, v, PATTERN, score_mod=lambda s, b, h, i, j: s)[0]
 
 
-@pytest.mark.parametrize("scores", [2000, 1 << 24])
 @pytest.mark.parametrize(
     "model",
     [
@@ -139,9 +138,9 @@ def several_results(of: Any) -> Tensor:
     ],
 )
 def test_gradients_are_those_of_the_functions_as_the_forward_called_them(
-    model: Callable[[Any], Tensor], scores: int, monkeypatch: pytest.MonkeyPatch
+    model: Callable[[Any], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flexdilated.backends.autograd.functions, "SCORES", scores)
+    monkeypatch.setattr(flexdilated.backends.autograd.functions, "SCORES", 2000)
     ours = model(lambda *args, **options: dilated_attention(*args, return_lse=True, **options))
     definition = model(reference.dilated_attention)
     torch.testing.assert_close(ours, definition, **EXACT)
@@ -153,18 +152,13 @@ def ignoring(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return 0.1 * j.to(s.dtype)
 
 
-def ignoring_some(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return torch.where(i % 2 == 0, s, 0.1 * j)
-
-
-@pytest.mark.parametrize("score_mod", [ignoring, ignoring_some])
-@pytest.mark.parametrize("differentiated", ["q", "k", "v", "qk", "qkv"])
-def test_scores_that_a_function_ignores_have_a_gradient_of_0(score_mod: Any, differentiated: str) -> None:
+@pytest.mark.parametrize("differentiated", ["q", "qkv"])
+def test_scores_that_a_function_ignores_have_a_gradient_of_0(differentiated: str) -> None:
     qkv = [x.detach().requires_grad_(name in differentiated) for name, x in zip("qkv", tensors())]
     inputs = [x for x in qkv if x.requires_grad]
-    out, lse = dilated_attention(*qkv, PATTERN, score_mod=score_mod, return_lse=True)
+    out, lse = dilated_attention(*qkv, PATTERN, score_mod=ignoring, return_lse=True)
     found = torch.autograd.grad((out.sin().sum(), lse.sin().sum()), inputs)
-    out, lse = reference.dilated_attention(*qkv, PATTERN, score_mod=score_mod)
+    out, lse = reference.dilated_attention(*qkv, PATTERN, score_mod=ignoring)
     tied = 0.0 * sum(x.sum() for x in inputs)  # torch differentiates nothing that does not depend on the inputs
     torch.testing.assert_close(found, torch.autograd.grad(out.sin().sum() + lse.sin().sum() + tied, inputs), **EXACT)
 
@@ -273,9 +267,8 @@ def test_functions_that_no_record_can_repeat_are_refused(function: Any, message:
         (lambda s: torch.from_dlpack(numpy.from_dlpack(s)), "Can't export tensors that require gradient|readonly"),  # numpy 1
     ],
 )
-@pytest.mark.parametrize("differentiated", [0, 1])
-def test_scores_with_a_gradient_do_not_leave_torch(outside: Any, message: str, differentiated: int) -> None:
-    qkv = [x.detach().requires_grad_(i == differentiated) for i, x in enumerate(tensors())]
+def test_scores_with_a_gradient_do_not_leave_torch(outside: Any, message: str) -> None:
+    qkv = [x.detach().requires_grad_(i == 1) for i, x in enumerate(tensors())]
     for of in (dilated_attention, reference.dilated_attention):
         with pytest.raises((RuntimeError, BufferError), match=message):
             of(*qkv, PATTERN, score_mod=lambda s, *_: s / 4 + outside(s))

@@ -104,7 +104,7 @@ needs_functions = pytest.mark.skipif(not TRACES_FUNCTIONS, reason="torch 2.9 rea
 
 @pytest.mark.slow
 @needs_functions
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(calls(), st.sampled_from((SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)))
 @example(Case(PATTERN, group=2, is_causal=True, ignored=0.4), SDPBackend.FLASH_ATTENTION)
 @example(Case(DETACHED, num_tokens=61, batch=2), SDPBackend.FLASH_ATTENTION)
@@ -116,7 +116,7 @@ def test_tangents_equal_those_of_the_definition(case: Case, kernel: SDPBackend) 
         assert_close(jvp(attend(case), given, tangents), expected)
 
 
-@pytest.mark.parametrize("moved", [0, 1, 2])
+@pytest.mark.parametrize("moved", [1, 2])
 def test_duals_carry_tangents_of_any_one_input(moved: int) -> None:
     case = Case(PATTERN, group=2)
     given, tangents = tensors_and_tangents(case)
@@ -160,16 +160,6 @@ def test_tangents_in_chunks_and_in_float32(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(tuple(x.double() for x in single[1]), expected[1], **SINGLE)
 
 
-def test_what_ignored_keys_and_their_tangents_hold_has_no_effect() -> None:
-    case = Case(PATTERN, batch=2, ignored=0.4)
-    given, tangents = tensors_and_tangents(case)
-    expected = jvp(attend(case), given, tangents)
-    ignored = case.options()["key_padding_mask"]
-    for x in (*given[1:], *tangents[1:]):
-        x[ignored] = torch.nan
-    assert_close(jvp(attend(case), given, tangents), expected)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"backend": "reference"}, {"score_mod": lambda s, b, h, i, j: s * 0.7 + 0.01 * (i - j)}],
@@ -201,11 +191,9 @@ def test_jacobians_of_both_modes_equal_those_of_the_definition(pattern: DilatedP
 
 
 @pytest.mark.parametrize(
-    "case",
-    [Case(SHORT, batch=2, group=2), pytest.param(Case(SHORT, borders=(0, 13, 43)), marks=needs_functions), Case(DETACHED)],
-    ids=str,
+    "case", [pytest.param(Case(SHORT, borders=(0, 13, 43), group=2), marks=needs_functions), Case(DETACHED)], ids=str
 )
-@pytest.mark.parametrize("in_dims", [(0, None, None), (1, 0, 3), (None, 2, 0)], ids=str)
+@pytest.mark.parametrize("in_dims", [(0, None, None), (1, 2, 3)], ids=str)
 def test_vmap_equals_a_loop_with_gradients(case: Case, in_dims: tuple[int | None, ...]) -> None:
     given, _ = tensors_and_tangents(case)
     each = [tuple(x * (i + 1) if dim is not None else x for x, dim in zip(given, in_dims)) for i in range(3)]
@@ -242,14 +230,6 @@ def test_mapped_borders_are_refused_where_they_would_be_read(options: dict[str, 
         assert_close(vmap(call, (0, None))(q[None], borders[0])[0], expected)
 
 
-def test_vmap_within_vmap() -> None:
-    q, k, v, _, _ = Case(SHORT, num_tokens=13, kv_heads=2).tensors()
-    qs, ks = torch.stack([q, -q]), torch.stack([k, 2 * k, 3 * k])
-    call = lambda q, k: dilated_attention(q, k, v, SHORT)  # noqa: E731
-    actual = vmap(lambda q: vmap(lambda k: call(q, k))(ks))(qs)
-    assert_close(actual, torch.stack([torch.stack([call(q, k) for k in ks]) for q in qs]))
-
-
 def test_vmap_draws_dropout_as_torch_defines() -> None:
     q = torch.randn(1, 29, 2, 3)
     qs = q.expand(3, -1, -1, -1, -1)
@@ -267,19 +247,7 @@ def test_vmap_draws_dropout_as_torch_defines() -> None:
     torch.testing.assert_close(grads[1], grad(loss)(q), **SINGLE)
 
 
-@pytest.mark.parametrize("pattern", [SHORT, DETACHED], ids=["exact", "torchscale"])
-def test_an_empty_batch_is_mapped_and_differentiated(pattern: DilatedPattern) -> None:
-    q = torch.zeros(0, 7, 2, 3, dtype=torch.float64)
-    call = lambda q: dilated_attention(q, q, q, pattern)  # noqa: E731
-    assert vmap(call)(q.expand(5, *q.shape)).shape == (5, *q.shape)
-    assert vmap(grad(lambda q: call(q).sum()))(q.expand(5, *q.shape)).shape == (5, *q.shape)
-    assert jvp(call, (q,), (q,))[1].shape == q.shape
-    for mode in (jacfwd, jacrev):
-        assert mode(call)(q).shape == (*q.shape, *q.shape)
-
-
-@pytest.mark.parametrize("outer", [jacfwd, jacrev])
-@pytest.mark.parametrize("inner", [jacfwd, jacrev])
+@pytest.mark.parametrize(("outer", "inner"), [(jacfwd, jacrev), (jacrev, jacfwd)])
 @pytest.mark.parametrize(
     "case",
     [
@@ -294,14 +262,11 @@ def test_second_derivatives_equal_those_of_the_definition(case: Case, outer: Any
     assert_close(outer(inner(lambda q: dilated_attention(q, k, v, case.pattern, return_lse=True, **options)))(q), expected)
 
 
-@pytest.mark.parametrize("dual", [False, True])
-def test_functionalize_inside_a_derivative_is_refused(dual: bool) -> None:
+def test_functionalize_inside_a_derivative_is_refused() -> None:
     q, k, v, _, _ = Case(SHORT).tensors()
     call = functionalize(lambda q: dilated_attention(q, k, v, SHORT))
     derivatives: list[Callable[[], Any]]
-    derivatives = [lambda: jvp(call, (q,), (q,)), lambda: jacfwd(call)(q), lambda: vmap(lambda q: jvp(call, (q,), (q,)))(q[None])]
-    if not dual:
-        derivatives = [lambda: grad(lambda q: call(q).sum())(q), lambda: vjp(call, q), lambda: jacrev(call)(q)]
+    derivatives = [lambda: jvp(call, (q,), (q,)), lambda: vjp(call, q), lambda: vmap(lambda q: jvp(call, (q,), (q,)))(q[None])]
     for derivative in derivatives:
         with pytest.raises(
             NotImplementedError, match=r"must not be functionalized inside a derivative, .* leave functionalize out"
@@ -346,9 +311,7 @@ ONE = DilatedPattern((8,), (2,))  # one piece of 8 tokens: each takes the tracer
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*There is a performance drop")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the tracer
-@pytest.mark.parametrize(
-    ("name", "options"), [*((name, {}) for name in TRANSFORMED), *((name, SCORED) for name in ("grad", "vmap"))]
-)
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in TRANSFORMED), ("grad", SCORED)])
 def test_transforms_are_traced_or_refused_by_name(name: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     q, k, v, _, _ = Case(ONE, num_tokens=8, kv_heads=2).tensors()
@@ -365,12 +328,11 @@ def test_transforms_are_traced_or_refused_by_name(name: str, options: dict[str, 
         assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-@pytest.mark.parametrize("options", [{}, SCORED, {"cu_seqlens": torch.tensor([0, 3, 11])}], ids=["whole", "scored", "documents"])
-def test_gradients_in_batches_are_those_of_each(options: dict[str, Any], dropout_p: float) -> None:
+@pytest.mark.parametrize("options", [SCORED, {"cu_seqlens": torch.tensor([0, 3, 11])}], ids=["scored", "documents"])
+def test_gradients_in_batches_are_those_of_each(options: dict[str, Any]) -> None:
     q, k, v, _, _ = Case(SHORT, num_tokens=11, kv_heads=2).tensors()
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = dilated_attention(*leaves, SHORT, dropout_p=dropout_p, **options)
+    out = dilated_attention(*leaves, SHORT, dropout_p=0.4, **options)
     douts = torch.randn(3, *out.shape, dtype=out.dtype)
     batched = torch.autograd.grad(out, leaves, douts, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts]

@@ -46,7 +46,7 @@ def test_compare_keeps_ratios_with_their_provenance(compare: ModuleType, tmp_pat
     assert entry == {"value": 1.0, "target": 1.12, "better": "lower"} | provenance
 
 
-@pytest.mark.parametrize(("overhead", "speedup"), [(1.2, 1.0), (1.0, 1 / 1.2), (1.0, 0.8)])
+@pytest.mark.parametrize(("overhead", "speedup"), [(1.2, 1.0), (1.0, 1 / 1.2)])
 def test_compare_rejects_a_loss_of_a_fifth(
     compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], overhead: float, speedup: float
 ) -> None:

@@ -61,8 +61,6 @@ def test_results_of_other_settings_are_refused(text: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         run(text, "--steps", "5")
     assert "--output must hold runs of the same settings=" in capsys.readouterr().err
-    assert {len(entry["held_out"]) for entry in run(text, "--steps", "2", "--overwrite")["runs"]} == {2}
-    assert len(run(text, "--overwrite")["runs"]) == 4
     text.write_bytes(text.read_bytes()[::-1])
     with pytest.raises(SystemExit):
         run(text)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import crossover, environment, gpu, gpu_backends, gpu_checks, gpu_steps, tiles
+from benchmarks import crossover, environment, gpu, gpu_backends, gpu_checks, gpu_steps
 from benchmarks.gpu_steps import CHECKED, FORMS, QUICK, TIMED
 from flexdilated.backends import crossovers
 from flexdilated.core.pieces import plan_pieces
@@ -146,22 +146,6 @@ def test_a_run_that_was_cut_off_goes_on_after_its_last_step(command: Any, monkey
     assert command("--backends", "sdpa", "--commit", "other")[2][0] == "check sdpa"
 
 
-def test_a_step_that_was_cut_off_twice_is_left_out(command: Any) -> None:
-    def attempts(backend: Any, setting: Any) -> dict[str, Any]:
-        if backend.name == "sdpa" and setting.group > 1:
-            raise CutOff
-        return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0}
-
-    grouped = [setting for setting in gpu_steps.backend_settings(QUICK) if setting.group > 1]
-    for _ in range(2 * len(grouped)):
-        with pytest.raises(CutOff):
-            command("--backends", "sdpa", attempts=attempts)
-    status, report, _ = command("--backends", "sdpa", attempts=attempts)
-    assert status == 1
-    failed = {name: step["reason"] for name, step in report["steps"].items() if step["status"] == "failed"}
-    assert failed == {f"sdpa, {gpu_steps.spelled(setting)}": "it was cut off 2 times" for setting in grouped}
-
-
 def test_no_step_starts_that_would_not_end_in_time(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every time takes 25 seconds: of 156, a seventh would end after 175."""
     status, report, happened = command("--backends", "sdpa", "--minutes", "1.4", clock=Clock(25.0), verdicts=dict)
@@ -203,31 +187,6 @@ def test_a_form_that_is_wrong_is_not_timed_and_all_others_are(
         (backend, f) for backend in crossovers.PROVEN for f in FORMS if (backend, f) not in {("triton", x) for x in lost}
     ]
     assert (verdict in " ".join(capsys.readouterr().out.split())) == stops
-
-
-def test_what_a_gpu_measured_is_kept_beside_what_it_had(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles are kept when those of every head dim are there."""
-    _, report, _ = command("--backends", "triton")
-
-    def sweep(words: list[str]) -> None:
-        options = dict(zip(words[::2], words[1::2], strict=True))
-        found = [{"kernel": kernel, "head_dim": int(options["--head-dims"]), "ms": 1.0} for kernel in tiles.KERNELS]
-        Path(options["--output"]).write_text(json.dumps({"measurements": found}))
-        assert options["--commit"] == report["commit"]
-
-    monkeypatch.setattr(tiles, "main", sweep)
-    report |= {"hardware": "NVIDIA H200", "commit": "abc"}
-    folder = tmp_path / "kept"
-    for i, head_dim in enumerate(tiles.HEAD_DIMS):
-        gpu_steps.time_tiles(report, head_dim, tmp_path)
-        files = gpu_steps.write_kept(report, [], folder, tmp_path / "state" / "crossovers.json", "cpu", [])
-        assert [path.name for path in files] == ["h200-attention.json", "crossovers.json", "h200-tiles.json"][: 2 + (i == 2)]
-    runs = json.loads((folder / "h200-attention.json").read_text())["runs"]
-    assert runs[:-1] == [r for r in json.loads((gpu_steps.RESULTS / "h200-attention.json").read_text())["runs"] if not r.get("all")]
-    assert (runs[-1]["commit"], "tiles" in runs[-1]) == ("abc", False)
-    tiled = json.loads((folder / "h200-tiles.json").read_text())
-    assert [(m["kernel"], m["head_dim"]) for m in tiled["measurements"]] == [(k, d) for d in tiles.HEAD_DIMS for k in tiles.KERNELS]
-    assert (tiled["hardware"], tiled["commit"]) == ("NVIDIA H200", "abc")
 
 
 def test_crossovers_are_of_backends_that_are_right_and_run(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

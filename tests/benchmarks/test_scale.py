@@ -1,7 +1,6 @@
 """The kept table of scale is what the planner says."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -26,15 +25,3 @@ def test_kept_cells_are_what_the_planner_says(name: str) -> None:
     found = kept()[name]
     del found["commit"]
     assert scale.cell(pattern, int(tokens), int(ranks)) == pytest.approx(found)
-
-
-def test_cells_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "scale.json"
-    options = ["--tokens", "5000", "--ranks", "3", "--output", str(output)]
-    assert scale.main(options) == 0
-    first = output.read_text()
-    assert set(json.loads(first)["cells"]) == {"longnet/5000/3", "gigapath/5000/3"}
-    capsys.readouterr()
-    assert scale.main(options) == 0
-    assert output.read_text() == first
-    assert capsys.readouterr().out == ""

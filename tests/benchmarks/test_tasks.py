@@ -71,13 +71,6 @@ def test_finished_runs_are_not_repeated(tiny: None, tmp_path: Path, monkeypatch:
     assert runs() == kept
 
 
-def test_runs_of_other_settings_are_not_taken_for_finished(tiny: None, tmp_path: Path) -> None:
-    output = tmp_path / "tasks.json"
-    output.write_text(json.dumps({"runs": [tasks.settings("copy", "dense", 0) | {"steps": 2, "accuracy": 0.5}]}))
-    tasks.main(["--task", "copy", "--kind", "dense", "--seeds", "1", "--workers", "1", "--output", str(output)])
-    assert [each["steps"] for each in json.loads(output.read_text())["runs"]] == [2, 1]
-
-
 def test_every_number_of_the_page_has_three_seeds() -> None:
     runs = json.loads(RESULTS.read_text())["runs"]
     for name, task in TASKS.items():

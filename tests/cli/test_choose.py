@@ -26,10 +26,9 @@ def test_prints_lines_of_python_with_sentences_and_addresses() -> None:
     assert lines[-2].startswith("   15.8 % of dense attention, over the budget. Yours is not connected: ")
 
 
-@pytest.mark.parametrize("budget", ["50%", "0.5"])
-def test_budget_is_a_share_of_dense_attention(budget: str, tmp_path: Path) -> None:
+def test_budget_is_a_share_of_dense_attention(tmp_path: Path) -> None:
     picture = tmp_path / "choice.png"
-    code, out, _ = invoke("choose", "--tokens", 127, "--heads", 3, "--budget", budget, "--preset", "gigapath", "-o", picture)
+    code, out, _ = invoke("choose", "--tokens", 127, "--heads", 3, "--budget", "50%", "--preset", "gigapath", "-o", picture)
     assert code == 0
     assert out.startswith("127 tokens, 3 heads, not causal; budget 50 % of dense attention\n")
     assert "(1, 2, 4, 8, 16), zero_padding=True, detach_weights=True)" in out
@@ -53,14 +52,7 @@ def test_refuses_in_one_line(arguments: tuple[object, ...], message: str) -> Non
 def test_json_holds_what_is_printed() -> None:
     line = "choose --tokens 512 --heads 16 --kv-heads 8 --segment-lengths 64,256 --dilation-rates 1,4"
     found, printed = json.loads(invoke(*line.split(), "--json")[1]), invoke(*line.split())[1]
-    assert [found[name] for name in ("tokens", "heads", "kv_heads", "causal", "budget", "few_heads")] == [
-        512,
-        16,
-        8,
-        False,
-        0.1,
-        None,
-    ]
+    assert [found[name] for name in ("tokens", "heads", "kv_heads", "causal", "budget")] == [512, 16, 8, False, 0.1]
     assert [each["is_given"] for each in found["patterns"]] == [False] * (len(found["patterns"]) - 1) + [True]
     for number, each in enumerate(found["patterns"], 1):
         over = "" if each["is_within_budget"] else ", over the budget"
@@ -78,12 +70,10 @@ def test_json_holds_what_is_printed() -> None:
             4096,
             "takes 48 % of the pairs; a local segment of 256 tokens and a far branch over all tokens are within the budget from",
         ),
-        (4, 4095, " are within the budget from about 6,800 tokens on."),
         (4, 6500, "the default of models, takes "),
         (4, 7000, None),
         (2, 2**20, "take at least 25 % at any length, over the budget."),
         (1, 512, "takes 100 % of the pairs; "),
-        (8, 512, None),
     ],
 )
 def test_few_heads_are_said_with_the_length_from_which_they_pay(heads: int, tokens: int, says: str | None) -> None:
@@ -92,4 +82,4 @@ def test_few_heads_are_said_with_the_length_from_which_they_pay(heads: int, toke
     assert (says or "") in line
     branches = ((256, 1), (tokens, heads))
     pairs = sum(DilatedPattern((length,), (rate,)).count_pairs(tokens, heads, is_causal=True) for length, rate in branches)
-    assert (pairs > 0.1 * heads * tokens * (tokens + 1) / 2) == (says is not None or heads == 8)
+    assert (pairs > 0.1 * heads * tokens * (tokens + 1) / 2) == (says is not None)

@@ -20,7 +20,7 @@ from flexdilated.cli.options import DTYPES
 from flexdilated.cli.selfcheck import Candidate
 from flexdilated.core.hardware import detect
 from flexdilated.tuning.checks import QUANTITIES
-from tests.commands import invoke, refused
+from tests.commands import invoke
 from tests.hardware import simulate
 
 
@@ -50,16 +50,6 @@ def report() -> dict[str, Any]:
 def no_long_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     short = [case for case in selfcheck._cases() if case.num_tokens < 100]
     monkeypatch.setattr(selfcheck, "_cases", lambda: short)
-
-
-@pytest.mark.slow
-def test_doctor_passes_its_long_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = [case for case in selfcheck._cases() if case.num_tokens > 1000]
-    monkeypatch.setattr(selfcheck, "_cases", lambda: long)
-    monkeypatch.setattr(selfcheck, "DTYPES", {"float32": torch.float32})
-    monkeypatch.setattr(selfcheck, "candidates", lambda: [Candidate("sdpa", "cpu_flash")])
-    (report,) = selfcheck.self_check(torch.device("cpu"), detect("cpu"))
-    assert (report.passed, len(report.checks)) == (True, len(long))
 
 
 def test_doctor_lists_every_backend_in_every_dtype(report: dict[str, Any]) -> None:
@@ -127,7 +117,7 @@ def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_says_what_fails_with_the_installed_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck, "candidates", lambda: [Candidate("reference")])
+    monkeypatch.setattr(selfcheck, "candidates", list)
     monkeypatch.setattr(flash, "INSTALLED_4", None)
     _, text, _ = run("--device", "cpu", "--json")
     assert json.loads(text)["faults"] == []
@@ -136,8 +126,6 @@ def test_doctor_says_what_fails_with_the_installed_versions(monkeypatch: pytest.
     fault = "activate_flash_attention_impl('FA4') raises ValueError in every call with torch 2.13.1 and flash-attn-4 4.0.0b19"
     _, text, _ = run("--device", "cpu", "--json")
     assert json.loads(text)["faults"] == [f"torch.nn.attention.{fault}; use backend='flash'"]
-    _, text, _ = run("--device", "cpu")
-    assert fault in " ".join(text.split())
 
 
 @pytest.mark.usefixtures("no_long_cases")
@@ -198,8 +186,8 @@ def test_doctor_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, change:
     for row in report["checks"]:
         worst = row["worst"][quantity]
         assert worst is None or worst > row["tolerance"]
-    _, text, _ = run("--device", "cpu")
     if change is scaled_output:
+        _, text, _ = run("--device", "cpu")
         assert "FAIL sdpa math float32, packed documents, causal: out 1.0e-03" in text
         assert "0 of 18 checks pass, 18 FAIL" in text
 
@@ -213,9 +201,6 @@ def test_doctor_reports_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) ->
     code, text, _ = run("--device", "cpu")
     assert code == 1
     assert "plain: RuntimeError: no kernel image is available\n" in text
-    code, text, _ = run("--device", "cpu", "--json")
-    assert code == 1
-    assert json.loads(text)["checks"][0]["worst"]["out"] is None
 
 
 def test_reasons_are_told_once_with_what_they_hold_for() -> None:
@@ -228,8 +213,3 @@ def test_reasons_are_told_once_with_what_they_hold_for() -> None:
         "bfloat16, float16 functions: it has no score_mod or mask_mod",
         "float64: it has no float64 kernel there",
     ]
-
-
-@pytest.mark.parametrize("arguments", [("--device", "bogus"), ("--device", "cuda:99", "--json")])
-def test_doctor_rejects_an_absent_device(arguments: tuple[str, ...]) -> None:
-    assert refused("doctor", *arguments).startswith(f"--device must be a device that torch can use here, got '{arguments[1]}': ")

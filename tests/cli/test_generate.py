@@ -38,8 +38,6 @@ def test_command_prints_prompt_and_continuation(folder: Path, tmp_path: Path) ->
     ("arguments", "message"),
     [
         ((), "--prompt or --prompt-file must be given, one of them and with at least one byte"),
-        (("--prompt", ""), "--prompt or --prompt-file must be given, one of them and with at least one byte"),
-        (("--prompt-file", "/nowhere"), "Invalid value for '--prompt-file': "),
         (("--prompt", "a", "--top-p", "1.5"), "--top-p must be in (0, 1], got 1.5"),
         (("--prompt", "a", "--temperature", "0", "--top-k", "3"), "--top-k must be None with temperature=0"),
         (("--prompt", "a", "--device", "abacus"), "--device must be a device that torch can use here, got 'abacus'"),

@@ -71,7 +71,7 @@ def test_json_holds_the_costs_of_every_rank() -> None:
 
 
 @pytest.mark.parametrize("speeds", [(50, 350), (450, 35)], ids=["default", "other"])
-@pytest.mark.parametrize("budget", [0, 300, 10**10])
+@pytest.mark.parametrize("budget", [0, 300])
 def test_auto_takes_the_least_time_in_the_budget(budget: int, speeds: tuple[int, int]) -> None:
     text = plan(*SMALL, "--memory-budget", budget, "--link-speed", speeds[0], "--compute-speed", speeds[1])
     costs: dict[str, Any] = {each.name: each for each in strategies.strategies(layer())}
@@ -105,18 +105,11 @@ def test_local_patterns_strategies_that_cannot_be_and_the_picture(tmp_path: Path
 
 REFUSED = [
     (("--document-lengths", "10,20"), "--document-lengths must add up to --tokens=64, each at least 0, got 10,20"),
-    (("--document-lengths", "-1,65"), "--document-lengths must add up to --tokens=64, each at least 0, got -1,65"),
     (("--document-lengths", "10,54", "--batch-size", "2"), "--batch-size must be 1 with --document-lengths"),
-    (("--tokens", 0), "Invalid value for '--tokens': "),
-    (("--heads", 1025), "Invalid value for '--heads': "),
     (("--kv-heads", 5), "--kv-heads must divide --heads=12, got 5"),
-    (("--dtype", "int8"), "Invalid value for '--dtype': "),
     (("--output", "plan.pdf"), "--output must end in .png, got 'plan.pdf'"),
     (("--preset", "longnet", "--segment-lengths", "4"), "--preset must come without --segment-lengths and --dilation-rates, got "),
-    (("--context-parallel", 4097), "Invalid value for '--context-parallel': "),
     (("--head-dim", 2**55), f"--tokens must be such that q holds at most {2**55} elements, got {64 * 12 * 2**55} with"),
-    (("--batch-size", 10**19), f"--tokens must be such that q holds at most {2**55} elements, got "),
-    (("--tokens", 10**19), f"--tokens must be such that q holds at most {2**55} elements, got "),
     (("--segment-lengths", "4,x"), "Invalid value for '--segment-lengths': must be integers separated by commas, got '4,x'"),
     (("--segment-lengths", "4,8"), "--segment-lengths and --dilation-rates must come together, got one of them"),
     (("--segment-lengths", "4", "--dilation-rates", "5"), "--dilation-rates[0] must be in [1, --segment-lengths[0]=4], got 5"),

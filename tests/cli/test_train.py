@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, __version__
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
 from flexdilated.cli import train as train_command
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import load_corpus
@@ -23,13 +23,6 @@ CONFIG = LongNetConfig(vocab_size=256, embed_dim=24, num_layers=1, num_heads=2, 
 
 def train(output: Path, text: Path, *more: str) -> tuple[int, str, str]:
     return invoke(*runs.arguments(output, text, *more))
-
-
-def test_version_and_help() -> None:
-    assert invoke("--version") == (0, __version__ + "\n", "")
-    code, out, _ = invoke("train", "--help")
-    assert code == 0
-    assert "--tokens" in out
 
 
 @pytest.mark.slow
@@ -88,10 +81,9 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) ->
     assert (code, err.startswith("error: --resume must use the checkpoint's weights='")) == (2, True), err
 
 
-@pytest.mark.parametrize(("held", "tokens", "used"), [(0.75, 48, 0.75), (0.75, 64, 1.0)])
-def test_a_run_keeps_the_decay_of_its_weights_for_sequences_as_short(
-    tmp_path: Path, text: Path, held: float, tokens: int, used: float
-) -> None:
+@pytest.mark.parametrize(("tokens", "used"), [(48, 0.75), (64, 1.0)])
+def test_a_run_keeps_the_decay_of_its_weights_for_sequences_as_short(tmp_path: Path, text: Path, tokens: int, used: float) -> None:
+    held = 0.75
     LongNetLM(dataclasses.replace(CONFIG, scale_base=held)).save_pretrained(tmp_path / "weights")
     code, out, err = train(tmp_path / "run", text, f"--weights={tmp_path / 'weights'}", "--steps=1", f"--tokens={tokens}")
     assert code == 0, err
@@ -128,8 +120,6 @@ def test_rates_that_the_heads_cannot_keep_are_reported(tmp_path: Path, text: Pat
     ("change", "message"),
     [
         ({"num_layers": 3}, "--weights must hold a model of --layers=1, got 3"),
-        ({"embed_dim": 48}, "--weights must hold a model of --embed-dim=24, got 48"),
-        ({"num_heads": 4, "num_kv_heads": 2}, "--weights must hold a model of --heads=2, got 4"),
         ({"num_kv_heads": 1}, "--weights must hold a model of num_kv_heads=2, got 1"),
         ({"position": "rotary"}, "--weights must hold a model of position=xpos, got rotary"),
         (None, "--weights must be the folder of a saved model, as <output>/dilated of a finished run, got "),
@@ -150,7 +140,6 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, text: Path, change:
         (["--resume"], "--resume must find a checkpoint, none in"),
         (["--dilation-rates=1"], "--dilation-rates must hold one rate per segment length (2), got (1,)"),
         (["--embed-dim=25"], "--embed-dim must be a multiple of 2 * --heads=4, got 25"),
-        (["--device=nothing"], "--device must be a device that torch can use here, got 'nothing'"),
         (["--tokens=5000"], "--text must hold at least 10002 bytes for --tokens 5000, got 4545"),
         (["--output=/dev/null/run"], "/dev/null/run/dilated must be a file that can be read or written, got: Not a directory"),
     ],

@@ -9,7 +9,7 @@ from flexdilated import DilatedPattern
 from flexdilated.distributed import even_shard_lengths, shard_sequence
 from flexdilated.slides.gigapath import LongNetViT, create_model
 from tests.distributed.processes import Ranks, one_size
-from tests.slides.test_model import draw_slides, encoder_model
+from tests.slides.encoder import draw_slides, encoder_model
 from tests.tolerances import EXACT, SINGLE
 
 # GigaPath's rates and rules, in segments that are multiples of them: ranks do not compute shifted positions.

@@ -1,4 +1,4 @@
-"""What makes a release: the workflows and the sessions that they call, one version, links, and that nothing loads code."""
+"""What makes a release: workflows and their sessions, one version, links, that nothing loads code, and the release check."""
 
 import ast
 import re
@@ -8,10 +8,18 @@ from pathlib import Path
 import pytest
 
 import flexdilated
+from tests.release import check
 from tests.release.dist import relative_links
 
 ROOT = Path(flexdilated.__file__).parents[1]
 WORKFLOWS = ROOT / ".github" / "workflows"
+
+DONE = {
+    "flexdilated/_version.py": '__version__ = "0.1.0"\n',
+    "CHANGELOG.md": "# Changelog\n\n## 0.1.0 (2026-12-01)\n\n- All.\n\n## 0.0.1 (2025-01-01)\n",
+    "CITATION.cff": "version: 0.1.0\ndate-released: 2026-12-01\n",
+    "tests/release/artefacts/0.1.0/run/x.json": "",
+}
 
 pytestmark = pytest.mark.skipif(not WORKFLOWS.exists(), reason="needs the repository")
 
@@ -159,3 +167,53 @@ def test_the_package_loads_no_code_from_files() -> None:
                     seen.add(name)
                     assert allowed[name] in [ast.unparse(keyword) for keyword in node.keywords], f"{path}: {ast.unparse(node)}"
     assert seen == set(allowed)
+
+
+def test_a_release_checks_sessions_that_exist_with_arguments_of_some_of_them() -> None:
+    release = set(constant("RELEASE"))
+    assert {"lint", "types_pythons", "hooks", "hosting", "api", "build", "tests", "minimums", "docs"} < release <= sessions()
+    assert check.ARGUMENTS.keys() <= release
+
+
+def test_every_version_of_a_session_has_a_row_and_a_skipped_one_has_not_passed() -> None:
+    found = [
+        {"name": "tests_python", "signatures": ["tests_python-3.10"], "result": "success", "duration": 71.4},
+        {"name": "tests_python", "signatures": ["tests_python-3.14"], "result": "skipped", "reason": "Python 3.14 not found."},
+        {"name": "docs", "signatures": [], "result": "failed", "duration": None},
+        {"name": "types", "signatures": ["types"], "result": "aborted"},
+    ]
+    assert check.table([*check.rows("x", found), *check.rows("hooks", [])]).splitlines() == [
+        "session            result   seconds",
+        "tests_python-3.10  pass          71",
+        "tests_python-3.14  not run        0  Python 3.14 not found.",
+        "docs               FAIL           0",
+        "types              FAIL           0",
+        "hooks              FAIL           0  nox gave no report",
+    ]
+
+
+def test_what_is_left_to_a_person_is_named_until_it_is_done() -> None:
+    assert check.left_to_a_person(DONE, ()) == ["then: git tag -s v0.1.0"]
+    assert check.left_to_a_person(DONE, ("v0.1.0",)) == ["v0.1.0 is a tag already: raise the version"]
+    undone = {
+        "flexdilated/_version.py": '__version__ = "0.2.0"\n',
+        "CHANGELOG.md": "# Changelog\n\n## 0.1.0 (unreleased)\n",
+        "CITATION.cff": 'version: 0.1.0\nurl: "https://flexdilated.example/"\n',
+        ".github/CODEOWNERS": "* @flexdilated/maintainers\n",
+    }
+    assert check.left_to_a_person(undone, ()) == [
+        "before the first upload: flexdilated.example (the project's address, and those of mail to it) in CITATION.cff",
+        "before the first upload: @flexdilated/maintainers (the team that is asked to review) in .github/CODEOWNERS",
+        "before the tag: the version must be 0.2.0, got 0.1.0 in CHANGELOG.md and 0.1.0 in CITATION.cff",
+        'before the tag: CHANGELOG.md must date 0.2.0, got "unreleased"',
+        "before the tag: CITATION.cff must say `date-released:`, the changelog's date",
+        "before the tag: python -m tests.release.save_artefacts tests/release/artefacts/0.2.0",
+        "then: git tag -s v0.2.0",
+    ]
+
+
+def test_every_address_in_metadata_is_a_placeholder_that_the_check_names() -> None:
+    files = [ROOT / "pyproject.toml", ROOT / "CITATION.cff", *(path for path in (ROOT / ".github").rglob("*") if path.is_file())]
+    for path in files:
+        for name in re.findall(r"[\w.-]+\.example\b|(?<![\w/])@[\w-]+/[\w-]+", path.read_text()):
+            assert name in check.PLACEHOLDERS, f"{path}: {name}"

@@ -72,8 +72,8 @@ def test_centres_of_slideflow_need_the_side_of_a_tile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [None, tools.SIDE])
-@pytest.mark.parametrize("size", [tools.SIDE // 4, tools.SIDE // 2])
-def test_custom_downsample_widens_the_patches_of_clam(tmp_path: Path, size: int, given: int | None) -> None:
+def test_custom_downsample_widens_the_patches_of_clam(tmp_path: Path, given: int | None) -> None:
+    size = tools.SIDE // 4
     path = tools.write_clam(tmp_path / "h5_files", "a", *tools.draw_tiles(TILES))
     with h5py.File(tmp_path / "patches" / "a.h5", "r+") as file:
         file["coords"].attrs.update({"patch_size": size, "custom_downsample": 2})
@@ -276,7 +276,7 @@ def damage(path: Path, kept: float) -> None:
 
 
 @pytest.mark.parametrize("tool", [tool for tool in tools.WRITERS if tool != "lazyslide"])
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.97])
+@pytest.mark.parametrize("kept", [0.0, 0.97])
 def test_a_file_that_was_cut_is_damaged(tmp_path: Path, tool: str, kept: float) -> None:
     path = tools.WRITERS[tool](tmp_path / "features", "a", *tools.draw_tiles(499))
     damage(path, kept)
@@ -322,14 +322,11 @@ def test_what_is_missing_or_wrong_is_said(tmp_path: Path) -> None:
     nan = x.clone()
     nan[11, 3] = torch.nan
     refused("embeddings must be finite, got nan in tile 11", features=nan.numpy())
-    nan[11, 3] = -torch.inf
-    refused("embeddings must be finite, got -inf in tile 11", features=nan.numpy())
     unwritten = x.clone()
     unwritten[47:] = 0
     refused("embeddings must not be all 0, got 6 such tiles from tile 47 on, which nobody wrote", features=unwritten.numpy())
     refused("coordinates must be as many as embeddings=53, got 52: one of the two is half written", coords=coords[:-1].numpy())
     refused("has no tiles: embeddings of shape (0, 7)", features=x[:0].numpy(), coords=coords[:0].numpy())
-    refused("has no tiles: embeddings of shape (0,)", features=x[0, :0].numpy())
     refused("embeddings must have shape (N, C), got (2, 53, 7): regions", features=x.expand(2, TILES, tools.IN_CHANS).numpy())
     refused("embeddings must be (N, C) and coordinates (N, 2), got (53, 7) and (53, 3)", coords=np.zeros((TILES, 3), np.int64))
     refused("coordinates must be whole pixels, got others", coords=coords.numpy() + 0.5)
@@ -373,7 +370,6 @@ def test_slide2vec_files_that_do_not_belong_together_are_refused(tmp_path: Path)
         ({"tile_index": np.arange(TILES + 1)}, "must have a tile_index for each of 53 tiles in 'a.coordinates.npz', got 54"),
         ({"tile_index": np.array(["a"] * TILES)}, "is damaged or no whole .npz file"),
         ({"x": np.arange(TILES) + 0.5}, "coordinates must be whole pixels, got others"),
-        ({"x": np.arange(TILES - 1)}, "is damaged or no whole .npz file"),
         ({"x": np.array(["a"] * TILES)}, "x must be of float64, float32, int64"),
     ],
 )
@@ -387,7 +383,7 @@ def test_wrong_tables_of_slide2vec_are_refused(tmp_path: Path, columns: dict[str
         read_tiles(path)
 
 
-@pytest.mark.parametrize("said", ["a half", [], {"um": 0.5}, -1.0, float("nan"), None])
+@pytest.mark.parametrize("said", ["a half", [], -1.0, float("nan")])
 def test_what_is_no_number_is_not_said(tmp_path: Path, said: object) -> None:
     path = tools.write_slide2vec(tmp_path / "embeddings", "a", *tools.draw_tiles(TILES))
     meta = path.with_name("a.meta.json")
@@ -407,7 +403,7 @@ def test_a_side_is_read_as_a_number_or_text(tmp_path: Path, side: object, is_of_
     assert read_tiles(path).tile_size_level0 == 512
 
 
-@pytest.mark.parametrize("side", [0, -512, np.inf, np.nan, "0", "-512", np.array([512, 256])])
+@pytest.mark.parametrize("side", [0, np.nan, "-512", np.array([512, 256])])
 def test_a_side_that_no_tile_has_is_refused_unless_another_is_given(tmp_path: Path, side: object) -> None:
     path = tools.write_trident(tmp_path, "a", *tools.draw_tiles(3), patch_size_level0=side)
     message = f"patch_size_level0 must be a number above 0, got {side}; give --tile-size-level0"
@@ -440,18 +436,14 @@ def test_coordinates_are_read_in_the_unit_of_the_file(tmp_path: Path, unit: str 
     ("attributes", "message"),
     [
         ({"unit": "mm"}, "unit must be um or px, got 'mm'; write coordinates in pixels of level 0, without a unit"),
-        ({"unit": ""}, "unit must be um or px, got ''"),
-        ({"unit": 3}, "unit must be um or px, got '3'"),
         ({"unit": b"\xff"}, "unit must be um or px, got '\\udcff'"),
         ({"tile_size_um": 0}, "tile_size_um must be a number above 0 beside the unit um, got 0"),
-        ({"tile_size_um": np.nan}, "tile_size_um must be a number above 0 beside the unit um, got nan"),
     ],
 )
-@pytest.mark.parametrize("given", [None, tools.SIDE])
-def test_an_unknown_unit_is_refused(tmp_path: Path, attributes: dict[str, object], message: str, given: int | None) -> None:
+def test_an_unknown_unit_is_refused(tmp_path: Path, attributes: dict[str, object], message: str) -> None:
     path = tools.write_stamp(tmp_path, "a", *tools.draw_tiles(3), **attributes)
     with pytest.raises(SlideError, match=f"^{re.escape(message)}"):
-        read_tiles(path, tile_size_level0=given)
+        read_tiles(path)
 
 
 def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

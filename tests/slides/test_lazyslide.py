@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexdilated.slides import SlideError, grid_cells, read_tiles, write_table
+from flexdilated.slides import SlideError, grid_cells, read_tiles
 
 wsidata = pytest.importorskip("wsidata", reason="needs wsidata, which nox -s tests_slides installs")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of its libraries
@@ -54,29 +54,3 @@ def test_a_store_of_wsidata_is_read(tmp_path: Path) -> None:
         assert len(grid_cells(found, magnification=20.0).unique(dim=0)) == len(features)
     with pytest.raises(SlideError, match="it has the tables of tiles gigapath_few, gigapath_tiles; name one by --table, got None"):
         read_tiles(path)
-
-
-def test_a_table_of_weights_becomes_a_column_and_geojson_tiles(tmp_path: Path) -> None:
-    """By the lines of docs/guides/slides.md, and by the reader of GeoJSON that LazySlide brings."""
-    import geopandas
-    import pandas
-
-    write(tmp_path / "a.zarr")
-    slide = read_tiles(tmp_path / "a.zarr", table="gigapath_tiles")
-    assert slide.tile_size_level0 is not None
-    assert slide.tile_ids is not None
-    shuffled = torch.randperm(N, generator=torch.Generator().manual_seed(1))
-    weights = torch.rand(N)
-    for ending in ("csv", "geojson"):
-        columns = {"layer 11, mean of heads": weights[shuffled]}
-        ids = slide.tile_ids[shuffled]
-        write_table(tmp_path / f"map.{ending}", slide.coords[shuffled], slide.tile_size_level0, columns, tile_ids=ids)
-    tiles = geopandas.read_parquet(tmp_path / "a.zarr" / "shapes" / "tiles" / "shapes.parquet")
-    for found in (pandas.read_csv(tmp_path / "map.csv"),):
-        tiles["attention"] = found.set_index("tile_id")["layer 11, mean of heads"].loc[tiles["tile_id"]].to_numpy()
-        np.testing.assert_allclose(tiles["attention"], weights[torch.from_numpy(tiles["tile_id"].to_numpy())])
-    drawn = geopandas.read_file(tmp_path / "map.geojson")
-    assert drawn.geometry.is_valid.all()
-    assert (drawn.geometry.area == slide.tile_size_level0**2).all()
-    by_name = drawn.set_index(drawn["name"].astype(int)).loc[tiles["tile_id"]]
-    assert by_name.geometry.geom_equals(tiles.geometry.set_axis(by_name.index), align=False).all()

@@ -5,63 +5,12 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flexdilated import DilatedPattern, reference
 from flexdilated.slides.gigapath import LongNetViT, tile_positions
+from tests.slides.encoder import DEPTH, GRIDS, TILE_SIZE, TILES, draw_slides, encoder_model, hidden_states, norm, position
 from tests.tolerances import EXACT, NAIVE_FACTOR
-
-IN_CHANS, EMBED, HEADS, DEPTH = 7, 24, 3, 3
-# Segments of 1024, 362, 128, 45 and 16 tokens: at 53 tiles most are ragged, and 8 does not divide 45.
-WSI_SIZE, TILE_SIZE, GRIDS = 1024, 256, 29
-TILES = 53
-
-
-def encoder_model(**options: object) -> LongNetViT:
-    """In float64 and evaluation mode, with biases and gains that differ from zeros and ones."""
-    sizes = {"in_chans": IN_CHANS, "embed_dim": EMBED, "depth": DEPTH, "num_heads": HEADS}
-    grid = {"slide_ngrids": GRIDS, "tile_size": TILE_SIZE, "max_wsi_size": WSI_SIZE}
-    model = LongNetViT(**{**sizes, **grid, "norm_eps": 0.1, **options}).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
-
-
-def draw_slides(batch: int = 1, num_tiles: int = TILES) -> tuple[Tensor, Tensor]:
-    return torch.randn(batch, num_tiles, IN_CHANS, dtype=torch.float64), torch.randint(GRIDS * TILE_SIZE, (batch, num_tiles, 2))
-
-
-def position(column: int, row: int, embed_dim: int) -> list[float]:
-    """MAE's sin-cos position of a cell, one number at a time; the row of the original's table is `column * slide_ngrids + row`."""
-    quarter = embed_dim // 4
-    frequencies = [1 / 10000 ** (i / quarter) for i in range(quarter)]
-    return [f(cell * frequency) for cell in (row, column) for f in (math.sin, math.cos) for frequency in frequencies]
-
-
-def norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
-    return F.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
-
-
-def hidden_states(model: LongNetViT, x: Tensor, coords: Tensor) -> list[Tensor]:
-    """The encoder written out, with attention as the dense definition computes it."""
-    cells = [[position(c // TILE_SIZE, r // TILE_SIZE, EMBED) for c, r in slide] for slide in coords.tolist()]
-    # Positions are held in float32, as in the original's table.
-    x = x @ model.patch_embed.proj.weight.T + model.patch_embed.proj.bias + torch.tensor(cells, dtype=torch.float32)
-    x = torch.cat([model.cls_token.expand(x.shape[0], 1, EMBED), x], dim=1)
-    states = [x]
-    for layer in model.encoder.layers:
-        attention, h = layer.self_attn, norm(x, layer.self_attn_layer_norm)
-        q, k, v = (p(h).unflatten(-1, (HEADS, -1)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-        pattern = DilatedPattern.gigapath(WSI_SIZE, TILE_SIZE)
-        h, _ = reference.dilated_attention(q, k, v, pattern, is_causal=False, scale=(EMBED // HEADS) ** -0.5)
-        x = x + attention.out_proj(norm(h.flatten(2), attention.inner_attn_ln))
-        h = F.gelu(layer.ffn.fc1(norm(x, layer.final_layer_norm)))
-        x = x + layer.ffn.fc2(norm(h, layer.ffn.ffn_layernorm))
-        states.append(x)
-    return states
 
 
 @pytest.mark.parametrize("global_pool", [False, True])
@@ -103,15 +52,6 @@ def test_slide_encoder_reaches_every_parameter() -> None:
     assert not {name for name in unused if not name.endswith("k_proj.bias")}  # a constant added to every score: gradient near 0
 
 
-def test_coordinates_give_the_same_in_every_dtype_that_holds_them() -> None:
-    model = encoder_model()
-    x, _ = draw_slides()
-    coords = torch.randint(256, (1, TILES, 2))
-    expected = model(x, coords)[0]
-    for dtype in (torch.uint8, torch.int16, torch.int32, torch.float32, torch.float64):
-        assert torch.equal(model(x, coords.to(dtype))[0], expected)
-
-
 def test_coordinates_are_cells_of_the_tile_size() -> None:
     model = encoder_model(tile_size=224, max_wsi_size=896)
     x, _ = draw_slides(1, 5)
@@ -136,7 +76,7 @@ def test_coordinates_keep_their_cells_in_a_half_precision_model(dtype: torch.dty
     assert not torch.equal(half, model(x.to(dtype), coords - TILE_SIZE)[0])
 
 
-@pytest.mark.parametrize("value", [-1, -0.5, GRIDS * TILE_SIZE, math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("value", [-1, GRIDS * TILE_SIZE, math.nan, 1e30])
 def test_coordinates_outside_the_grid_are_refused(value: float) -> None:
     model = encoder_model()
     x, coords = draw_slides(2, 5)
@@ -177,13 +117,10 @@ def test_slides_with_padding_give_what_each_gives_alone(global_pool: bool) -> No
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x": torch.zeros(5, IN_CHANS)}, ValueError, "x must have shape (B, N, in_chans=7) with B and N at least 1, got (5, 7)"),
         ({"x": torch.zeros(1, 5, 6)}, ValueError, "x must have shape (B, N, in_chans=7) with B and N at least 1, got (1, 5, 6)"),
         ({"x": torch.zeros(1, 0, 7)}, ValueError, "x must have shape (B, N, in_chans=7) with B and N at least 1, got (1, 0, 7)"),
         ({"coords": torch.zeros(1, 4, 2)}, ValueError, "coords must have shape (B, N, 2)=(1, 5, 2), got (1, 4, 2)"),
         ({"coords": torch.zeros(1, 5, 2).half()}, TypeError, "coords must be integer, float32 or float64"),
-        ({"coords": torch.zeros(1, 5, 2).bfloat16()}, TypeError, "whatever the dtype of the model, got torch.bfloat16"),
-        ({"coords": torch.zeros(1, 5, 2).bool()}, TypeError, "got torch.bool"),
         ({"padding_mask": torch.zeros(1, 5)}, TypeError, "padding_mask must be bool, True where there is no tile, got torch"),
         ({"padding_mask": torch.zeros(5).bool()}, ValueError, "padding_mask must have shape (B, N)=(1, 5), got (5,)"),
         ({"padding_mask": torch.ones(1, 5).bool()}, ValueError, "padding_mask must leave every slide a tile, got none for slide 0"),
@@ -199,12 +136,9 @@ def test_slide_encoder_refuses_what_it_cannot_encode(change: dict[str, object], 
     ("options", "message"),
     [
         ({"in_chans": 0}, "in_chans must be an integer of at least 1, got 0"),
-        ({"depth": 0}, "depth must be an integer of at least 1, got 0"),
-        ({"slide_ngrids": 0}, "slide_ngrids must be an integer of at least 1, got 0"),
         ({"tile_size": 256.0}, "tile_size must be an integer of at least 1, got 256.0"),
         ({"max_wsi_size": True}, "max_wsi_size must be an integer of at least 1, got True"),
         ({"tile_size": 1025}, "tile_size must be in [1, 256], a quarter of max_wsi_size=1024, got 1025"),
-        ({"embed_dim": 24.0}, "embed_dim must be an integer of at least 1, got 24.0"),
         ({"embed_dim": 18}, "embed_dim must be a multiple of 4, got 18"),
         ({"num_heads": 5}, "num_heads must divide embed_dim=24, got 5"),
         ({"dropout": 1.0}, "dropout_p must be in [0, 1), got 1.0"),
@@ -214,15 +148,6 @@ def test_slide_encoder_refuses_what_it_cannot_encode(change: dict[str, object], 
 def test_slide_encoder_refuses_sizes_that_do_not_fit(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         encoder_model(**options)
-
-
-def test_slide_encoder_takes_half_precision_embeddings_under_autocast() -> None:
-    model = encoder_model().float()
-    x, coords = draw_slides()
-    expected = model(x.float(), coords)[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = model(x.half(), coords)[0]
-    torch.testing.assert_close(actual.float(), expected, atol=NAIVE_FACTOR * 4 * torch.finfo(torch.bfloat16).eps, rtol=0.0)
 
 
 def test_slide_encoder_is_initialised_as_the_original() -> None:
@@ -235,12 +160,11 @@ def test_slide_encoder_is_initialised_as_the_original() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [None, "hilbert"])
-def test_compiles_as_one_graph_for_any_number_of_tiles(order: str | None) -> None:
-    model = encoder_model(order=order, depth=1)
+def test_compiles_as_one_graph_for_any_number_of_tiles() -> None:
+    model = encoder_model(order="hilbert", depth=1)
     graphs = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
-    for count in (40, 57, 72):
+    for count in (40, 57):
         x, coords = draw_slides(1, count)
         torch.testing.assert_close(compiled(x, coords)[0], model(x, coords)[0], **EXACT)
     with pytest.raises(RuntimeError, match=r"coords must lie in \[0, slide_ngrids \* tile_size="):

@@ -44,11 +44,6 @@ def test_only_what_is_hidden_below_the_folder_is_left_out(tmp_path: Path, text: 
         assert corpus.train.numel() + corpus.held_out.numel() == 211 + 227 + text.stat().st_size
 
 
-@pytest.mark.slow
-def test_default_corpus_is_the_standard_library() -> None:
-    assert load_corpus([], 4096).train.numel() > 3_000_000
-
-
 def test_batches_are_a_function_of_seed_and_step(text: Path) -> None:
     corpus = load_corpus([text], 37)
     assert corpus.batch(3, make_options()).shape == (3, 38)

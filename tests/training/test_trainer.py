@@ -23,7 +23,7 @@ def test_learning_rate_warms_up_and_ends_at_a_tenth(tmp_path: Path, text: Path) 
 
 @pytest.mark.slow
 def test_loss_falls_and_is_in_bits_per_byte(tmp_path: Path, text: Path) -> None:
-    trainer = make_trainer(tmp_path / "run", text, steps=40, eval_every=40, learning_rate=1e-2)
+    trainer = make_trainer(tmp_path / "run", text, steps=25, eval_every=25, learning_rate=1e-2)
     assert trainer.run(lambda _: None)
     assert trainer.history[0]["train"] > 6.0
     assert trainer.held_out is not None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flexdilated import DilatedPattern, analysis
 from flexdilated.draw.blocks import draw_blocks
-from flexdilated.draw.pattern import cell_counts, multiplicity, multiplicity_panels
+from flexdilated.draw.pattern import cell_counts, multiplicity_panels
 from flexdilated.draw.tiles import Tally, head_tiles
 from tests.commands import invoke
 from tests.draw.brute_force import tiles_of
@@ -44,7 +44,7 @@ def joined_by(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_ca
 
 
 QUESTIONS = [
-    *map(random_question, range(100)),
+    *map(random_question, range(30)),
     (DilatedPattern((41, 43), (2, 3), window=5), 41, 6, False),  # two rates together keep every sixth token
     (DilatedPattern((3,), (1,), window=5), 41, 1, True),  # the window reaches farther than segments
 ]
@@ -54,15 +54,9 @@ QUESTIONS = [
 def test_counts_equal_a_look_at_every_pair(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
     joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
     sizes = pattern, num_tokens, num_heads
-    position = np.arange(num_tokens)
     assert analysis.count_pairs(*sizes, is_causal=is_causal) == tuple(tuple(head.sum() for head in branch) for branch in joined)
-    assert pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal) == joined.sum()
-    times = joined.sum(axis=0)
     counted = analysis.count_multiplicities(*sizes, is_causal=is_causal)
-    assert list(counted) == [Counter(head[head > 0].tolist()) for head in times]
-    distance = np.where(times > 0, abs(position[:, None] - position), -1)
-    assert analysis.longest_reach(*sizes) == tuple(distance.max(axis=(1, 2)).tolist())
-    assert analysis.count_uncovered(*sizes) == 0
+    assert list(counted) == [Counter(head[head > 0].tolist()) for head in joined.sum(axis=0)]
     assert pattern.first_token_without_head(num_tokens, num_heads) is None
     assert len(analysis.missing_residues(pattern, num_heads)) == len(pattern.branches)
 
@@ -85,12 +79,11 @@ def test_counts_equal_a_look_at_every_pair(pattern: DilatedPattern, num_tokens: 
             assert keys.tolist() == np.flatnonzero(expected[query]).tolist()
 
 
-@pytest.mark.parametrize("seed", range(120, 170))
+@pytest.mark.parametrize("seed", range(120, 135))
 def test_pictures_count_the_window(seed: int) -> None:
     pattern, num_tokens, num_heads, is_causal = random_question(seed)
     joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
     times, sizes = joined.sum(axis=0), (pattern, num_tokens, num_heads)
-    np.testing.assert_array_equal(multiplicity(*sizes, is_causal=is_causal), times)
     starts = np.arange(0, num_tokens, size := 1 + seed % 7)
     expected = np.add.reduceat(np.add.reduceat(times, starts, axis=1), starts, axis=2)
     np.testing.assert_array_equal(cell_counts(*sizes, size, is_causal=is_causal), expected)
@@ -100,7 +93,7 @@ def test_pictures_count_the_window(seed: int) -> None:
     np.testing.assert_array_equal([panel.cells == own for panel in picture.panels], is_alone)
 
 
-@pytest.mark.parametrize("seed", range(200, 260))
+@pytest.mark.parametrize("seed", range(200, 220))
 def test_tiles_equal_a_look_at_every_pair(seed: int) -> None:
     (pattern, num_tokens, num_heads, is_causal), size = random_question(seed), 1 + seed % 5
     joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)

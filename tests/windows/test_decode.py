@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor
 
 from flexdilated import DilatedKVCache, DilatedPattern
-from flexdilated.nn import LongNetConfig, LongNetLM
 from tests.distributed.test_decoding import prefill, random_shards, simulate
-from tests.test_decode import BATCH, DIM, feed_all, full, make, padded_chunk, sees
+from tests.test_decode import BATCH, DIM, full, make, padded_chunk, sees
 from tests.tolerances import EXACT
 
 SEGMENTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((), ()), ((7,), (1,)), ((5, 11), (1, 2)), ((13,), (3,)))
@@ -125,17 +123,17 @@ def definition(inputs: tuple[Tensor, ...], pattern: DilatedPattern, poisoned: Te
     return out.masked_fill(sees(finite, pattern, poisoned)[..., None], torch.nan) if poisoned.any() else out
 
 
-def test_five_hundred_sequences_equal_the_definition() -> None:
-    counts = [run_case(seed, make) for seed in range(70)]
+def test_sequences_equal_the_definition() -> None:
+    counts = [run_case(seed, make) for seed in range(40)]
     taken, rejected = map(sum, zip(*counts))
-    assert BATCH * (len(counts) + taken) > 500  # after a crop, each sequence goes on with other tokens
-    assert rejected > 30
+    assert taken > 60  # after a crop, each sequence goes on with other tokens
+    assert rejected > 15
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_ranks_equal_the_definition(size: int) -> None:
-    for seed in range(8):
+    for seed in range(5):
         simulate(size, lambda make_cache, seed=seed: run_case(1000 * size + seed, make_cache, size))
 
 
@@ -146,25 +144,3 @@ def test_crop_names_the_window_and_takes_its_last_token() -> None:
     with pytest.raises(ValueError, match=r"^length must keep the keys of the window=5 before it .* got 7 of 8 tokens in"):
         cache.crop(7)
     cache.crop(0)
-
-
-def test_a_step_compiles_once() -> None:
-    torch.compiler.reset()
-    pattern, counter = DilatedPattern((5,), (2,), window=7), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    inputs = tuple(torch.randn(BATCH, 31, heads, DIM, dtype=torch.float64) for heads in (4, 2, 2))
-    cache = make(pattern, num_kv_heads=2)
-    prompt = feed_all(cache, inputs, 0, 3)
-    cache.attend = torch.compile(cache.attend, backend=counter, fullgraph=True)  # type: ignore[method-assign]
-    out = feed_all(cache, inputs, *range(3, 32))
-    torch.testing.assert_close(torch.cat([prompt, out], dim=1), full(inputs, pattern), **EXACT)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("pattern", [DilatedPattern(window=5), DilatedPattern((8,), (2,), window=3)], ids=str)
-def test_a_language_model_generates_what_the_whole_sequence_gives(pattern: DilatedPattern) -> None:
-    torch.manual_seed(3)
-    config = LongNetConfig(vocab_size=31, embed_dim=16, num_layers=2, num_heads=2, pattern=pattern, position="rotary")
-    lm, tokens = LongNetLM(config).eval(), torch.randint(31, (2, 9))
-    for _ in range(14):
-        tokens = torch.cat([tokens, lm(tokens)[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(lm.generate(tokens[:, :9], max_new_tokens=14, temperature=0.0), tokens[:, 9:])

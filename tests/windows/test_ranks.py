@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
 from tests.backends.mods import Mods
 from tests.distributed import test_functions, test_parallel
 from tests.distributed.cases import ShardedCase, random_case
-from tests.distributed.processes import Ranks
-from tests.distributed.test_attention import check_oracle
 
 
 def drawn(seed: int, num_ranks: int) -> ShardedCase:
@@ -39,11 +36,9 @@ def of(window: int, shard_lengths: tuple[int, ...], **options: object) -> Sharde
 
 EDGES = {
     "of the query alone": of(1, (7, 5, 11)),
-    "longer than all tokens": of(99, (7, 5, 11), ignored=0.3),
     "over shards shorter than it, some empty": of(9, (3, 0, 2, 1, 0, 5, 3, 11), is_causal=True),
     "of documents that end where shards do": of(5, (7, 5, 11), borders=(0, 7, 7, 12, 23)),
     "of documents in several shards": of(6, (4, 3, 0, 9), is_causal=True, borders=(0, 2, 11, 16)),
-    "whose weights are constant": of(4, (3, 0, 17, 5), detach_weights=True, borders=(0, 6, 18, 25)),
     "whose weights are constant, causal": of(7, (3, 17, 2, 5), detach_weights=True, is_causal=True),
     "as long as a shard": of(8, (8, 8, 8), ignored=0.5),
 }
@@ -56,10 +51,9 @@ def test_edges_of_windows_over_ranks(edge: str, exchange: str) -> None:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
-def test_windows_over_any_number_of_ranks_give_what_one_gives(num_ranks: int, exchange: str) -> None:
+def test_windows_over_more_ranks_give_what_one_gives(exchange: str) -> None:
     for seed in range(6):
-        test_parallel.check(drawn(1000 * num_ranks + seed, num_ranks), exchange)
+        test_parallel.check(drawn(seed, 4 + seed % 2), exchange)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
@@ -68,7 +62,7 @@ def test_functions_see_positions_of_windows_over_ranks(exchange: str, backend: s
     if backend == "flex":
         test_functions.emulated.__wrapped__(monkeypatch)
     monkeypatch.setattr("flexdilated.distributed.runtime.score_mod.MOST_CHUNK", 3)  # queries of a task: several chunks
-    for seed in range(10):
+    for seed in range(4):
         case = drawn(seed, 2 + seed % 3)
         alone = DilatedPattern(window=4, detach_weights=True)
         case = replace(case, pattern=replace(case.pattern, zero_padding=False) if seed else alone)
@@ -85,16 +79,9 @@ def test_backward_of_a_window_drops_what_the_forward_dropped(exchange: str) -> N
     assert not torch.allclose(found["out"], case.expected()["out"])
 
 
-@pytest.mark.ranks
-def test_windows_over_processes_give_what_one_gives(tmp_path: Path) -> None:
-    with Ranks(3, tmp_path) as ranks:
-        for edge, exchange in zip(("longer than all tokens", "whose weights are constant, causal"), ("ring", "gather")):
-            ranks.run(check_oracle, replace(EDGES[edge], shard_lengths=(7, 5, 15)), exchange)
-
-
 def test_kernel_calls_of_a_band_are_its_pairs_and_no_row_without_a_key() -> None:
     rng = random.Random(3)
-    for _ in range(400):
+    for _ in range(150):
         queries, keys = (sorted(rng.choices(range(24), k=2)) for _ in range(2))
         low, high = rng.choice([-UNBOUNDED, rng.randint(-9, 2)]), rng.choice([UNBOUNDED, rng.randint(2, 9)])
         found: Counter[tuple[int, int]] = Counter()
@@ -125,7 +112,7 @@ def seen(plan: ContextPlan, rank: int) -> list[tuple[int, int]]:
 
 
 def test_rows_and_pairs_of_a_window_are_added_to_those_of_segments() -> None:
-    for seed in range(40):
+    for seed in range(15):
         case = drawn(seed, 2 + seed % 5)
         plan, pairs = case.plan(), cost_model.pairs(case.plan(), "gather")
         others = replace(case, pattern=replace(case.pattern, window=None)).plan() if case.pattern.segment_lengths else None

@@ -36,14 +36,12 @@ def expect(model: LongNetViT, slide: Slide, **options: Any) -> list[Tensor]:
     return model(slide[0][None], slide[1][None], **options)
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".npz"])
 @pytest.mark.parametrize(
-    ("arguments", "options"),
+    ("suffix", "arguments", "options"),
     [
-        ([], {}),
-        (["--global-pool"], {"global_pool": True}),
-        (["--max-wsi-size=2048"], {"max_wsi_size": 2048}),  # the shortest segment is then the whole slide
-        (["--slide-ngrids=31"], {"slide_ngrids": 31}),
+        (".pt", ["--global-pool"], {"global_pool": True}),
+        (".npz", ["--max-wsi-size=2048"], {"max_wsi_size": 2048}),  # the shortest segment is then the whole slide
+        (".npz", ["--slide-ngrids=31"], {"slide_ngrids": 31}),
     ],
 )
 def test_encode_slide_writes_what_the_model_gives(
@@ -70,7 +68,7 @@ def test_encode_slide_writes_all_layers(tmp_path: Path, slide: Slide, weights: P
         torch.testing.assert_close(embedding, layer, **SINGLE)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_encode_slide_computes_in_the_dtype(tmp_path: Path, slide: Slide, weights: Path, dtype: torch.dtype) -> None:
     assert run(tmp_path / "a.pt", f"--weights={weights}", f"--dtype={str(dtype).removeprefix('torch.')}")[0] == 0
     actual = torch.load(tmp_path / "a.slide.pt")["slide_embed"]
@@ -96,19 +94,14 @@ def test_random_weights_are_reported_and_the_same_each_time(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dtype=float8"], "Invalid value for '--dtype': "),
         (["--arch=large"], "--arch must be one of gigapath_slide_enc12l768d, "),
-        (["--tile-size=0"], "Invalid value for '--tile-size': "),
         (["--max-wsi-size=255"], "--tile-size must be in [1, 63], a quarter of --max-wsi-size=255, got 256"),
-        (["--device=nothing"], "--device must be a device that torch can use here, got 'nothing'"),
         (["--random"], "--weights must name a checkpoint, or --random be given in its place, got both"),
         (["--output=/nowhere/a.pt"], "/nowhere/a.pt must be a file that can be read or written, got: No such file"),
         (["--output=a.txt"], "--output must end in .pt or .npz, got 'a.txt'"),
         (["--output={folder}/a.pt"], "--output must be another file than TILES, got '{folder}/a.pt'"),
-        (["--weights=/nowhere"], "Invalid value for '--weights': "),
         (["--weights={folder}/a.pt"], "--weights must be a whole checkpoint that fits --arch and the tile embeddings, got "),
         (["--in-chans=8"], "--weights must be a whole checkpoint that fits --arch and the tile embeddings, got "),
-        (["--tile-size-level0=1024"], "'{folder}/a.pt' would put 53 tiles in "),
     ],
 )
 def test_encode_slide_refuses_in_one_line(tmp_path: Path, weights: Path, arguments: list[str], message: str) -> None:

@@ -61,7 +61,7 @@ def alone(model: LongNetViT, slide: tuple[Tensor, Tensor], **options: Any) -> li
     return model(x[None], coords[None] // tools.SIDE * 256, **options)
 
 
-@pytest.mark.parametrize(("budget", "pooling"), [(1, "--cls"), (60, "--global-pool"), (10_000, "--cls")])
+@pytest.mark.parametrize(("budget", "pooling"), [(60, "--global-pool"), (10_000, "--cls")])
 def test_each_slide_gives_what_it_gives_alone(tmp_path: Path, slides: Slides, weights: Path, budget: int, pooling: str) -> None:
     code, out, err = run(tmp_path, weights, f"--token-budget={budget}", pooling)
     assert (code, err) == (0, "")
@@ -121,31 +121,13 @@ def test_provenance_says_what_determines_the_numbers(tmp_path: Path, slides: obj
     assert found["file_digests"] == [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in found["files"]]
 
 
-def test_coordinates_are_found_in_the_folder_of_the_same_name(tmp_path: Path, weights: Path) -> None:
-    drawn = {}
-    for site, seed in (("x", 1), ("y", 2)):
-        x, coords = drawn[f"{site}/a"] = tools.draw_tiles(53, seed=seed)
-        path = tools.WRITERS["clam_pt"](tmp_path / "made" / site / "features", "a", x, coords)
-        for source, target in ((path, "slides"), (path.parent.parent / "patches" / "a.h5", "patches")):
-            (tmp_path / target / site).mkdir(parents=True)
-            source.rename(tmp_path / target / site / source.name)
-    assert run(tmp_path, weights, f"--coords={tmp_path / 'patches'}")[0] == 0
-    found = read(tmp_path / "out.h5")
-    assert found["names"] == list(drawn)
-    for embedding, slide in zip(found["embeddings"], drawn.values()):
-        torch.testing.assert_close(torch.from_numpy(embedding), alone(tools.load(weights), slide)[0][0], **SINGLE)
-
-
 def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: Slides, weights: Path) -> None:
     folder = tmp_path / "slides"
     x, coords = tools.draw_tiles(11)
     nan = x.clone()
     nan[3] = torch.nan
     tools.write_trident(folder, "bad-nan", nan, coords)
-    tools.write_trident(folder, "bad-twice", x, coords.index_copy(0, torch.tensor([1]), coords[:1]))
-    tools.write_trident(folder, "bad-empty", x[:0], coords[:0])
     tools.write_trident(folder, "bad-width", x[:, :5], coords)
-    tools.write_trident(folder, "bad-size", x, coords, patch_size_level0="None", patch_size="None")
     tools.write_trident(folder, "bad-level", x, coords // 32)
     tools.write_trident(folder, "bad-magnification", x, coords, target_magnification=40)
     tools.write_trident(folder, "bad-cut", x, coords)
@@ -155,10 +137,7 @@ def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: Slide
     assert code == 1
     reasons = {
         "bad-nan": "embeddings must be finite, got nan in tile 3",
-        "bad-twice": "has 1 tiles at coordinates that another tile has too",
-        "bad-empty": "has no tiles: embeddings of shape (0, 7)",
         "bad-width": "must have embeddings of 7 elements as the weights, got 5",
-        "bad-size": "does not say how large a tile is at level 0; give the folder of files that do, as CLAM's patches, as --coords",
         "bad-level": "would put 11 tiles in",
         "bad-magnification": "says that its tiles were embedded at magnification 40, --magnification is 20",
         "bad-cut": "is damaged or no whole .h5 file: ",
@@ -166,7 +145,7 @@ def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: Slide
     for name, reason in reasons.items():
         assert f"error: '{folder / name}.h5' {reason}" in err
     assert "wrote 5 slides" in out
-    assert ", 8 failed\n" in out
+    assert ", 5 failed\n" in out
     found = read(tmp_path / "out.h5")
     assert found["names"] == list(COUNTS)
     # Repaired, they join the others, in the order of names.
@@ -342,9 +321,6 @@ def test_a_full_disk_leaves_whole_files_alone(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--store=float64"], "Invalid value for '--store': "),
-        (["--tile-size-level0=0"], "Invalid value for '--tile-size-level0': "),
-        (["--coords=none"], "Invalid value for '--coords': "),
         (["--collect=none/x.h5"], "--collect must be a place that can be written, got 'none/x.h5': "),
         *(
             ([f"--output={{folder}}/slides{name}"], "--output must be outside FOLDER, whose files are slides, got")
