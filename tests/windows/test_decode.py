@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flexdilated import DilatedKVCache, DilatedPattern
 from flexdilated.nn import LongNetConfig, LongNetLM
-from tests.distributed.test_decoding import prefill, random_shards, simulate
-from tests.test_decode import BATCH, DIM, feed_all, full, make, padded_chunk, sees
+from tests.decoding import BATCH, DIM, feed_all, full, make, padded_chunk, sees
+from tests.distributed.caches import prefill, random_shards, simulate
 from tests.tolerances import EXACT
 
 SEGMENTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((), ()), ((7,), (1,)), ((5, 11), (1, 2)), ((13,), (3,)))
