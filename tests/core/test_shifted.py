@@ -9,10 +9,21 @@ import torch
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.attention import attend
 from flexdilated.core.call import Call
-from tests.cases import Case, run_reference
+from tests.cases import Case, run_backend, run_reference
 from tests.tolerances import EXACT
 
 TORCHSCALE = DilatedPattern.torchscale((7, 16, 31), (3, 5, 2))
+CASES = {  # beside torchscale's own rules, of which tests/doors has every option
+    "exact gradient": Case(replace(TORCHSCALE, detach_weights=False), num_tokens=37, kv_heads=5, batch=2),
+    "interleaved": Case(replace(TORCHSCALE, offsets="interleaved"), num_tokens=41, kv_heads=7),
+    "grouped": Case(replace(TORCHSCALE, heads="grouped"), num_tokens=41, kv_heads=5, group=2),
+    "grouped, causal": Case(replace(TORCHSCALE, heads="grouped", detach_weights=False), num_tokens=41, kv_heads=3, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shifted_positions_equal_the_definition(name: str) -> None:
+    torch.testing.assert_close(run_backend(CASES[name], "sdpa", torch.float64), run_reference(CASES[name]), **EXACT)
 
 
 @pytest.mark.parametrize("held", [range(3), range(1, 4), range(3, 5), range(4, 5)], ids=str)
