@@ -261,16 +261,11 @@ def test_presets_are_the_librarys(page: Any) -> None:
         {"segment_lengths": ["abc", 4], "dilation_rates": [1, 1]},
         {"dilation_rates": [1, "1.5"]},
         {"segment_lengths": [4, 8], "dilation_rates": [1]},
-        {"segment_lengths": [4, 0]},
         {"dilation_rates": [1, 9]},
         {"segment_lengths": [], "dilation_rates": []},
         {"window": 0},
-        {"window": "near"},
         {"heads": "some"},
         {"offsets": 'it"s'},
-        {"zero_padding": "maybe"},
-        {"is_causal": "no"},
-        {"num_heads": "x"},
         {"seq_len": 0},
         {"num_kv_heads": 3},
         {"heads": "grouped", "num_heads": 1, "num_kv_heads": 1},
@@ -297,13 +292,6 @@ def test_what_this_page_cannot_draw_is_refused(page: Any, changes: State, messag
     state = published(segment_lengths=[4, 8], dilation_rates=[1, 2], num_heads=4, num_kv_heads=4, seq_len=8)
     assert asked(page, "state => explorer.compute(state, [])", state)["message"] is None
     assert asked(page, "state => explorer.compute(state)", state | changes) == {"message": message}
-
-
-def test_the_longest_sequence_is_answered(page: Any) -> None:
-    lengths, rates = [2048, 2**30], [1, 4096]
-    state = published(segment_lengths=lengths, dilation_rates=rates, num_heads=4, num_kv_heads=4, seq_len=2**30)
-    found = page.evaluate("state => String(explorer.compute(state, ['pairs', 'pictures', 'query']).pairs.total)", state)
-    assert int(found) == pattern_of(state).count_pairs(2**30, 4)
 
 
 VIEWS = ("pairs", "query", "tiles", "cost", "layers")
@@ -354,13 +342,9 @@ def test_a_wrong_field_shows_the_message_and_keeps_the_picture(page: Any) -> Non
 
 BAD_ADDRESSES = [
     ("w=1.5&r=1", "segment_lengths[0] must be an integer, got '1.5'"),
-    ("w=&r=", "segment_lengths must hold at least one length if window is None, got ()"),
-    ("w=16&r=1&window=0", "window must be at least 1, got 0"),
     ("w=<img src=x onerror=alert(1)>&r=1", "segment_lengths[0] must be an integer, got '<img src=x onerror=alert(1)>'"),
     (f"w={','.join(['4'] * 500)}&r={','.join(['1'] * 500)}", "pattern must have at most 12 branches on this page, got 500"),
     ("w=16&r=1&heads=__proto__", "heads must be one of ('all', 'grouped'), got '__proto__'"),
-    ("w=16&r=1&causal=constructor", "is_causal must be a bool, got 'constructor'"),
-    (f"w=16&r=1&N={10**14}", f"seq_len must be at most 1073741824 on this page, got {10**14}"),
     ("w=16&r=1&head=-5", "head must be an integer of at least 0, got -5"),
     ("w=16&r=1&layers=65&view=layers", "layers must be at most 64 on this page, got 65"),
 ]

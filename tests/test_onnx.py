@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.export import Dim
 
 from flexdilated.export import portable
-from tests.test_export import MASKED, MODELS, Attention, Masked, assert_serves_every_shape, build, draw, export, masked_inputs
+from tests.exported import MASKED, MODELS, Attention, Masked, assert_serves_every_shape, build, draw, export, masked_inputs
 from tests.tolerances import SINGLE
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: nox -s tests_export")

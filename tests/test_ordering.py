@@ -58,18 +58,6 @@ def test_hilbert_of_a_power_of_two_divides_in_quadrants() -> None:
             assert (run.amax(dim=0) == corner + size - 1).all()
 
 
-@pytest.mark.parametrize("grid", [(64, 64), (61, 200)], ids=str)
-def test_hilbert_segments_are_compact(grid: tuple[int, int]) -> None:
-    """A segment of n tokens spans at most 4 sqrt(n) in either direction, which row-major order exceeds."""
-    length = 128
-    spans = {}
-    for order in ORDERS:
-        path = cells(grid_order(grid, order=order), grid[1])
-        segments = path[: len(path) // length * length].view(-1, length, 2)
-        spans[order] = (segments.amax(dim=1) - segments.amin(dim=1) + 1).max().item()
-    assert spans["hilbert"] <= 4 * length**0.5 < min(spans["row_major"], spans["serpentine"])
-
-
 def test_orders_by_hand() -> None:
     assert grid_order((3, 3), order="serpentine").permutation.tolist() == [0, 1, 2, 5, 4, 3, 6, 7, 8]
     assert grid_order((3, 3), order="row_major").permutation.tolist() == list(range(9))
@@ -98,16 +86,6 @@ def test_coordinate_order_is_a_permutation_whatever_the_coordinates(points: list
     permutation, inverse = coordinate_order(torch.tensor(points, dtype=torch.int32).reshape(-1, 2), order=order)
     assert torch.equal(permutation.sort().values, torch.arange(len(points)))
     assert torch.equal(inverse[permutation], torch.arange(len(points)))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_coordinate_order_does_not_depend_on_the_given_order_or_the_origin(order: str) -> None:
-    coordinates = draw_holes(17, 11, 0.6)
-    shuffled = coordinates[torch.randperm(len(coordinates))]
-    first = coordinates[coordinate_order(coordinates, order=order).permutation]
-    assert torch.equal(shuffled[coordinate_order(shuffled, order=order).permutation], first)
-    moved = shuffled + torch.tensor([1009, -2003])
-    assert torch.equal(shuffled[coordinate_order(moved, order=order).permutation], first)
 
 
 @pytest.mark.parametrize("order", ORDERS)

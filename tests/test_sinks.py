@@ -9,13 +9,9 @@ from torch import Tensor
 
 from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.nn import LongNetConfig, LongNetLM
+from tests.doors.cases import KINDS, multiplicities
 
-PATTERNS = {
-    "segments": DilatedPattern((4, 12), (1, 2)),
-    "grouped": DilatedPattern.grouped((4, 12), (1, 2)),
-    "empty rows": DilatedPattern((6,), (3,)),
-    "window": DilatedPattern((12,), (2,), window=3),
-}
+PATTERN = DilatedPattern((6,), (3,))  # of rows without keys
 N, H, D = 17, 4, 8
 
 
@@ -26,28 +22,18 @@ def tensors(kv_heads: int = 2) -> tuple[Tensor, ...]:
 
 
 def by_one_more_column(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, pattern: DilatedPattern) -> tuple[Tensor, Tensor]:
-    """Causal attention with the sink as a key: multiplicities of pairs are read from the definition with equal scores."""
-    ones = torch.eye(N, dtype=torch.float64)[None, :, None].expand(1, N, k.shape[2], N)
-    out, lse = reference.dilated_attention(torch.zeros_like(ones.repeat_interleave(2, 2)), ones, ones, pattern, is_causal=True)
-    counts = (out * lse.exp().transpose(1, 2)[..., None])[0].transpose(0, 1)  # (H, N, N)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * D**-0.5 + counts.round().log()
+    """Causal attention with the sink as a key."""
+    counts = multiplicities(pattern, N, H, is_causal=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * D**-0.5 + counts.double().log()
     scores = torch.cat([scores, sinks[:, None, None].expand(2, H, N, 1)], dim=-1)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], v.repeat_interleave(2, 2)), scores.logsumexp(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], v), scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize("way", ["sdpa", "reference", "definition", "functions", "dropout of none", "compiled"])
-@pytest.mark.parametrize("name", PATTERNS)
-def test_outputs_lse_and_gradients(name: str, way: str) -> None:
-    x, pattern = tensors(), PATTERNS[name]
-    options: dict[str, Any] = {"is_causal": True, "sinks": x[3]}
-    if way == "definition":
-        actual = reference.dilated_attention(*x[:3], pattern, **options)
-    else:
-        extra: dict[str, Any] = {"functions": {"score_mod": lambda s, b, h, q_idx, kv_idx: s}}.get(way, {})
-        backend = "reference" if way == "reference" else "sdpa"
-        call = torch.compile(dilated_attention, fullgraph=True, backend="aot_eager") if way == "compiled" else dilated_attention
-        actual = call(*x[:3], pattern, **options, **extra, backend=backend, return_lse=True)
-    expected = by_one_more_column(*x, pattern)
+@pytest.mark.parametrize("kind", [kind for kind, pattern in KINDS.items() if not pattern.detaches and not pattern.zero_padding])
+def test_the_definition_of_sinks_is_one_more_column(kind: str) -> None:
+    """All other ways equal the definition: tests/doors."""
+    x, pattern = tensors(4), KINDS[kind]
+    actual, expected = reference.dilated_attention(*x[:3], pattern, is_causal=True, sinks=x[3]), by_one_more_column(*x, pattern)
     upstream = [torch.randn_like(y) for y in expected]
     grads = [torch.autograd.grad(ys, x, upstream) for ys in (actual, expected)]
     for a, b in zip((*actual, *grads[0]), (*expected, *grads[1])):
@@ -56,7 +42,7 @@ def test_outputs_lse_and_gradients(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["sdpa", "definition"])
 def test_sinks_of_minus_infinity_change_nothing_in_rows_without_keys_either(way: str) -> None:
-    x, pattern = tensors(), PATTERNS["empty rows"]
+    x, pattern = tensors(), PATTERN
     call = reference.dilated_attention if way == "definition" else partial(dilated_attention, return_lse=True)
     sinks = torch.full((H,), -torch.inf, dtype=torch.float64, requires_grad=True)
     expected, actual = (call(*x[:3], pattern, sinks=s) for s in (None, sinks))
@@ -77,13 +63,13 @@ def test_sinks_of_minus_infinity_change_nothing_in_rows_without_keys_either(way:
 )
 def test_wrong_sinks(sinks: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
-        dilated_attention(*tensors()[:3], PATTERNS["segments"], sinks=sinks)
+        dilated_attention(*tensors()[:3], PATTERN, sinks=sinks)
 
 
 @pytest.mark.parametrize("sinks", [0.5, torch.zeros(H)])
 def test_a_module_takes_no_scores(sinks: Any) -> None:
     with pytest.raises(TypeError, match=r"^sinks must be a bool, got .*; the layer makes the parameter itself"):
-        MultiheadDilatedAttention(H * D, H, PATTERNS["segments"], sinks=sinks)
+        MultiheadDilatedAttention(H * D, H, PATTERN, sinks=sinks)
 
 
 def test_a_module_learns_sinks_and_decodes_with_them() -> None:

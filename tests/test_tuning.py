@@ -26,23 +26,15 @@ from flexdilated.core.tracing import is_symbolic
 from flexdilated.tuning import run as tuning_run
 from flexdilated.tuning.candidates import CANDIDATES
 from flexdilated.tuning.checks import ENDED
-from flexdilated.tuning.run import Plan
 from tests.backends.interpreter import mend
 from tests.cases import Case, run_backend, run_reference
 from tests.commands import invoke
 from tests.hardware import simulate
+from tests.measured import FORMS, HOPPER, LEVEL, NAME, check, forget, write
 from tests.tolerances import SINGLE
 
-NAME, LEVEL, HOPPER = "NVIDIA H100 80GB HBM3", (9, 0), simulate("sm_90")
-FORMS = tuple(f"{way}{heads}" for heads in ("", ", grouped heads") for way in ("forward", "backward"))
 RIGHT = {"forward": "right", "backward": "right"}
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-def forget() -> None:
-    """As a process that has read nothing."""
-    tuned.loaded.cache_clear()
-    tuned._advise.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -55,23 +47,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget()
     yield tmp_path / "cache"
     forget()
-
-
-def check(
-    form: str, found: str = "right", candidate: str = "triton", dtype: str = "bfloat16", head_dim: int = 64
-) -> dict[str, Any]:
-    return {"candidate": candidate, "form": form, "case": "", "dtype": dtype, "head_dim": head_dim, "found": found}
-
-
-def write(folder: Path, **changes: Any) -> Path:
-    """Keep measurements of bfloat16 at head dim 64, in which triton takes half of the time of sdpa."""
-    found = tuned.environment(NAME, LEVEL) | changes.pop("environment", {})
-    about = {"device": "sm_90", "dtype": "bfloat16", "head_dim": 64, "tokens": 1024, "triton_over_sdpa": 0.5}
-    measured = [{**about, "training": training} for training in (False, True)]
-    kept = {"environment": found, "date": "2026-11-28", "measured": measured, "forms": [], "checks": list(map(check, FORMS))}
-    path = tuned.path_of(folder, found)
-    tuning_run.save(kept | changes, path)
-    return path
 
 
 def auto(**changes: Any) -> str:
@@ -120,29 +95,6 @@ def test_flex_that_was_wrong_for_grouped_heads_is_not_taken_for_them(cache: Path
         cache, measured=[entry], checks=[check("forward", "right", "flex"), check("forward, grouped heads", "wrong: out", "flex")]
     )
     assert (auto(), auto(group=3)) == ("flex", "sdpa")
-
-
-FILES = {
-    "cut off": lambda text: text[: len(text) // 2],
-    "empty": lambda text: "",
-    "a list": lambda text: "[]",
-    "no checks": lambda text: text.replace('"checks"', '"other"'),
-    "no head dim": lambda text: text.replace('"head_dim": 64', '"head_dim": null'),
-    "a ratio in words": lambda text: text.replace("0.5", '"half"'),
-    "another machine": lambda text: text.replace("580.95", "575.1"),
-    "deep": lambda text: "[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_damaged_or_foreign_file_is_ignored_with_one_warning(name: str, cache: Path) -> None:
-    path = write(cache)
-    path.write_text(FILES[name](path.read_text()))
-    with pytest.warns(UserWarning, match="run `flexdilated tune` again$") as caught:
-        assert {auto(), auto(differentiable=True)} == {"sdpa"}
-    (warning,) = caught
-    assert str(warning.message).startswith(f"{path} is ignored (")
-    assert ("with another driver)" in str(warning.message)) == (name == "another machine")
 
 
 VALUES = (math.inf, math.nan, -1, 10**400, 1.5, "words", None, True, [[]], {"a": [1]})
@@ -199,9 +151,15 @@ def test_a_value_of_the_wrong_kind_is_one_warning_in_a_call(
 
 def test_a_file_that_cannot_be_read_is_one_warning_in_a_call(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, environment = write(cache), tuned.environment(NAME, LEVEL)
-    path.write_bytes(b"\xff" + path.read_bytes())
-    (message,) = call_on_a_gpu(monkeypatch)
-    assert message.startswith(f"{path} is ignored (UnicodeDecodeError: ")
+    whole = path.read_bytes()
+    damaged = {b"\xff" + whole: "UnicodeDecodeError", whole[: len(whole) // 2]: "JSONDecodeError", b"[" * 100_000: "RecursionError"}
+    damaged[whole.replace(b'"head_dim": 64', b'"head_dim": Infinity', 1)] = (
+        r"ValueError: file.measured[0].head_dim must be an integer"
+    )
+    for content, error in damaged.items():
+        path.write_bytes(content)
+        (message,) = call_on_a_gpu(monkeypatch)
+        assert message.startswith(f"{path} is ignored ({error}")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
         patch.setattr(tuned, "environment", lambda *about: environment)
@@ -211,13 +169,6 @@ def test_a_file_that_cannot_be_read_is_one_warning_in_a_call(cache: Path, monkey
     path.mkdir()
     (message,) = call_on_a_gpu(monkeypatch)
     assert message.startswith(f"{path} is ignored (IsADirectoryError: ")
-
-
-def test_the_message_names_the_place_in_a_damaged_file(cache: Path) -> None:
-    path = write(cache)
-    path.write_text(path.read_text().replace('"head_dim": 64', '"head_dim": Infinity', 1))
-    with pytest.warns(UserWarning, match=r"file.measured\[0\].head_dim must be an integer from 1 to 2\*\*31 - 1, got inf\)"):
-        auto()
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "flash-attn-4", "driver", "kernels", "device"])
@@ -442,39 +393,6 @@ def test_processes_that_end_are_an_error(pretend: Any, cache: Path, monkeypatch:
     assert not list(cache.iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in triton's interpreter")
-def test_a_planted_wrong_form_that_is_faster_is_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real checks and calls of the Triton kernels; the times alone are pretended."""
-    launch = pytest.importorskip("flexdilated.backends.triton.launch")
-    mend(monkeypatch)
-    forward, backward = launch.forward, launch.backward
-
-    def off(out: Tensor, *arguments: Any, **options: Any) -> None:
-        forward(out, *arguments, **options)
-        out[0, 7] *= 1.05 if launch.LONG else 1.0
-
-    def off_backward(grads: Any, *arguments: Any, **options: Any) -> None:
-        backward(grads, *arguments, **options)
-        grads[1][0, 7] *= 1.05 if launch.SUMS else 1.0
-
-    monkeypatch.setattr(launch, "forward", off)
-    monkeypatch.setattr(launch, "backward", off_backward)
-    monkeypatch.setattr(tuning_run, "in_turns", lambda calls, *more: {name: FAST.get(name, 1.0) for name in calls})
-    jobs_of = tuning_run.definition_jobs
-    monkeypatch.setattr("flexdilated.tuning.timing.NUM_HEADS", 1)
-    monkeypatch.setattr("flexdilated.tuning.timing.PATTERN", DilatedPattern((16,), (1,)))
-    monkeypatch.setattr(tuning_run, "definition_jobs", lambda *some, **options: jobs_of(*some, **options)[:6:5])  # of 8
-    plan = Plan(CANDIDATES[:5], ((torch.float32, 16),), (16,), DilatedPattern((8, 12), (1, 2)), 13, 2, 1)
-    environment = tuned.environment(NAME, LEVEL)
-    found = tuning_run.run(tuned.path_of(cache, environment), environment, plan, torch.device("cpu"), 0)
-    wrong = {(c["candidate"], c["form"].partition(",")[0]) for c in found.kept["checks"] if c["found"] != "right"}
-    assert wrong == {(LONG, "forward"), (LONG, "backward"), (SUMS, "backward")}  # gradients follow from out
-    assert tuned.loaded(LEVEL).constants == {("float32", 16): {"HOSTS"}}
-    assert auto(dtype=torch.float32, head_dim=16, differentiable=True) == "triton"
-    assert not any(name in entry["ms"] for entry in found.kept["measured"] for name in (LONG, SUMS))
-
-
 def test_another_process_may_add_to_the_file_and_lengths_out_of_memory_are_left_out(
     pretend: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,12 +407,6 @@ def test_another_process_may_add_to_the_file_and_lengths_out_of_memory_are_left_
     found = flexdilated.tune("cpu", dtypes=[torch.float16], head_dims=[64])
     assert {m["tokens"] for m in found.kept["measured"] if m["dtype"] == "float16"} == {1024, 8192}
     assert {auto(), auto(dtype=torch.float16)} == {"triton"}
-
-
-@pytest.mark.parametrize("device", ["cpu", "mps", "meta"])
-def test_without_a_gpu_there_is_nothing_to_tune(device: str) -> None:
-    found = flexdilated.tune(device)
-    assert (found.reason, found.path) == (f"nothing to tune on {device}: backend='auto' takes 'sdpa' there", None)
 
 
 def test_the_command_says_in_one_sentence_that_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,9 @@ from flexdilated.backends.kernel import Kernel, Options
 from flexdilated.core import pieces as core
 from flexdilated.core.call import Call
 from flexdilated.core.pieces import UNBOUNDED, Piece, plan_pieces
-from tests.backends.test_mods import Mods, emulate, flex_backend, run
+from tests.backends.flex_emulation import emulate, flex_backend
+from tests.backends.mods import Mods, run
 from tests.cases import Case, poisoned_memory
-from tests.core.test_branch import COMET
 from tests.tolerances import EXACT
 
 HEADS = 4  # key/value heads

@@ -15,7 +15,7 @@ from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.core.lse import accumulated
 from flexdilated.distributed.planner.message_rows import messages
 from flexdilated.distributed.planner.plan import ContextPlan, context_plan
-from tests.cases import Case, differentiate, least_heads, run_reference, unshifted
+from tests.cases import Case, differentiate, least_heads, poisoned_memory, run_reference, unshifted
 from tests.tolerances import EXACT
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -128,6 +128,11 @@ def assert_expected(case: ShardedCase, rank: int, actual: tuple[Tensor, ...], **
 
 def simple(size: int, **options: Any) -> ShardedCase:
     return ShardedCase(DilatedPattern((8, 67), (1, 2)), shard_lengths=(11, 13, 7, 5, 3, 9, 2, 4)[:size], **options)
+
+
+def check_oracle(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) -> None:
+    with poisoned_memory():
+        assert_expected(case, rank, results(case, rank, mesh, exchange=exchange))
 
 
 def check_sound(case: ShardedCase, rank: int, mesh: DeviceMesh) -> None:

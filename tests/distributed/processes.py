@@ -216,7 +216,6 @@ def _run_by_name(rank: int, mesh: DeviceMesh, module: str, name: str, arguments:
     getattr(importlib.import_module(module), name).__wrapped__(rank, mesh, **arguments)
 
 
-several = at_least(2)
 _sizes = [size for size in WORLD_SIZES if size > 1]
 # The middle size: for tests that need several ranks, whatever their number.
 one_size = exactly(*_sizes[len(_sizes) // 2 :][:1])

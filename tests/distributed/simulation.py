@@ -3,9 +3,20 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from flexdilated.core.call import Call
+from flexdilated.core.custom_op import Inputs
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import ContextPlan
+from flexdilated.distributed.runtime.backward import context_backward
+from flexdilated.distributed.runtime.forward import context_forward
+from flexdilated.distributed.runtime.task_attention import OutputGradients, TaskAttention
+from tests.distributed.cases import ShardedCase
+from tests.tolerances import EXACT
 
 TIMEOUT = 300.0  # seconds
 
@@ -82,3 +93,73 @@ def run_ranks(num_ranks: int, work: Callable[[int], object]) -> list[object]:
         raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
     assert not any(thread.is_alive() for thread in threads), "a rank waits for a message that nobody sends"
     return results
+
+
+def work_of(
+    inputs: Inputs, plan: ContextPlan, exchange: str, rank: int, scale: float, *, dropout_p: float = 0.0, seed: int | None = None
+) -> TaskAttention:
+    heads = {"first_head": plan.within.start, "num_heads": plan.num_heads}
+    call = Call(plan.pattern, plan.is_causal, scale, dropout_p, backend="sdpa", **heads)
+    inputs = inputs._replace(seed=None if seed is None else torch.tensor([seed]))
+    return TaskAttention(inputs, op_options=call.op_options(), plan=plan, exchange=exchange, rank=rank)
+
+
+def simulate(
+    case: ShardedCase,
+    exchange: str,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    kept: bool = True,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+) -> tuple[dict[str, Tensor], Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+    """What all ranks give for a case, put together, and the bytes of forward and backward by (receiver, sender)."""
+    plan, given, mask = case.plan(), case.named(dtype), case.mask()
+    lse = case.expected()["lse"]
+    given["dlse"] = given["dlse"].masked_fill(lse == -torch.inf, 0.0)
+    given = {name: x.to(device) for name, x in given.items()}
+    mask = None if mask is None else mask.to(device)
+    num_ranks = len(case.shard_lengths)
+
+    def part(rank: int) -> TaskAttention:
+        here = case.shard(rank)
+        tensors = [given[name][:, here].contiguous() for name in "qkv"]
+        inputs = Inputs(*tensors, key_padding_mask=None if mask is None else mask[:, here])
+        return work_of(inputs, plan, exchange, rank, case.scale, dropout_p=dropout_p, seed=seed)
+
+    mail = Mail()
+
+    def ahead(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        return context_forward(part(rank), SimulatedTransport(rank, mail))
+
+    outs: list[Any] = run_ranks(num_ranks, ahead)
+    forward_bytes, mail.bytes = mail.bytes, Counter()
+
+    def back(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        here = case.shard(rank)
+        out, lse, received = outs[rank]
+        asked = OutputGradients(given["dout"][:, here].contiguous(), given["dlse"][:, :, here].contiguous(), out, lse)
+        return context_backward(part(rank), asked, received if kept else None, SimulatedTransport(rank, mail))
+
+    grads: list[Any] = run_ranks(num_ranks, back)
+    whole = {"out": torch.cat([x[0] for x in outs], dim=1), "lse": torch.cat([x[1] for x in outs], dim=2)}
+    for i, name in enumerate(("dq", "dk", "dv")):
+        whole[name] = torch.cat([x[i] for x in grads], dim=1)
+    return {name: x.cpu() for name, x in whole.items()}, forward_bytes, mail.bytes
+
+
+def check(case: ShardedCase, exchange: str, device: str = "cpu") -> None:
+    got, *bytes_moved = simulate(case, exchange, device=device)
+    sizes = {
+        "head_dim": case.head_dim,
+        "itemsize": 8,
+        "batch": case.batch,
+        "key_padding_mask": case.ignored is not None,
+        "lse_size": 8,
+    }
+    for counted, planned in zip(bytes_moved, cost_model.bytes_received(case.plan(), exchange, **sizes)):
+        received = [sum(n for (receiver, _), n in counted.items() if receiver == rank) for rank in range(len(planned))]
+        assert received == planned.tolist()
+    expected = case.expected()
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")

@@ -91,6 +91,13 @@ def test_ranks_that_differ_all_raise_both_values(rank: int, mesh: DeviceMesh) ->
     check_sound(case, rank, mesh)
 
 
+@exactly(2)
+def test_sinks_on_one_rank_alone_raise_on_both_beside_a_function_too(rank: int, mesh: DeviceMesh) -> None:
+    q, sinks = torch.ones(1, 8, 4, 8), None if rank else torch.zeros(4)
+    with pytest.raises(ValueError, match=r"^ranks must agree on sinks, got True on rank 0 and False on rank 1$"):
+        dilated_attention(q, q, q, PATTERN, sinks=sinks, mesh=mesh, score_mod=lambda score, *_: score)
+
+
 def count_collectives(rank: int, mesh: DeviceMesh) -> list[int]:
     """Collectives after each of five steps, the first step with another scale, and one under no_grad; then of a memory of two."""
     case, counts = simple(mesh.size()), []

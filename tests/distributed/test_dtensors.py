@@ -1,6 +1,7 @@
 """DTensors of any placements give what their whole gives, or are refused."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from flexdilated import DilatedPattern, dilated_attention
+from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.distributed.cases import NAMES, ShardedCase, arguments, assert_expected, expected_of, grid, shards
-from tests.distributed.processes import Ranks, exactly, one_size, several
+from tests.distributed.processes import Ranks, exactly, one_size
 from tests.tolerances import EXACT
 
 TOKENS, HEADS = [Shard(1)], [Shard(2)]
@@ -88,13 +89,13 @@ def dtensor_case(**options: Any) -> ShardedCase:
     ],
     ids=placed,
 )
-@several
+@exactly(4)
 def test_dtensors_equal_their_whole(ranks: Ranks, placements: list[Placement], exchange: str, masking: str | None) -> None:
     case = dtensor_case(is_causal=masking == "plain", ignored=0.2 if masking else None)
     ranks.run(check_dtensors, case, placements, masking, exchange, False)
 
 
-@several
+@exactly(4)
 @pytest.mark.parametrize(
     ("placements", "changes"),
     [
@@ -141,6 +142,23 @@ def check_heads_beside_tokens(rank: int, mesh: DeviceMesh, case: ShardedCase, ex
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_dtensors_of_heads_beside_a_mesh_of_tokens(ranks: Ranks, exchange: str) -> None:
     ranks.run(check_heads_beside_tokens, replace(dtensor_case(ignored=0.2), shard_lengths=(17, 24)), exchange)
+
+
+@exactly(2)
+@pytest.mark.parametrize("placements", [TOKENS, HEADS], ids=placed)
+def test_a_sink_of_dtensors_counts_once(rank: int, mesh: DeviceMesh, placements: list[Placement]) -> None:
+    torch.manual_seed(0)
+    pattern = DilatedPattern((6, 24), (1, 2))
+    leaves = [torch.randn(1, 16, 4, 8, dtype=torch.float64) for _ in range(3)] + [torch.randn(4, dtype=torch.float64)]
+    whole = [x.clone().requires_grad_() for x in leaves]
+    parts = [scattered(x, mesh, placements if x.dim() > 1 else [Replicate()]).requires_grad_() for x in leaves]
+    found = []
+    for (q, k, v, sinks), attend in ((whole, reference.dilated_attention), (parts, partial(dilated_attention, return_lse=True))):
+        out, lse = attend(q, k, v, pattern, is_causal=True, sinks=sinks)
+        (out.sin().sum() + lse.cos().sum()).backward()
+        found.append([out, lse, *(x.grad for x in (q, k, v, sinks))])
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual.full_tensor(), expected, **EXACT)
 
 
 @one_size

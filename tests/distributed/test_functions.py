@@ -1,9 +1,6 @@
 """Users' score and mask functions over shards against the oracle on the whole sequence: ranks in one process, then processes."""
 
-import threading
-from collections import Counter
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,135 +8,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import flexdilated.backends.autograd.functions
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import BACKENDS
-from flexdilated.backends.flex import kernel as flex
-from flexdilated.core.call import Call
-from flexdilated.distributed.planner import cost_model
-from flexdilated.distributed.planner.row_counts import listed
 from flexdilated.distributed.planner.tasks import tasks_of
-from flexdilated.distributed.runtime import score_mod
 from flexdilated.distributed.sharding import shard_sequence
-from tests.backends import flex_emulation
-from tests.backends.mods import Mods, run
-from tests.distributed import simulation
-from tests.distributed.cases import ShardedCase, arguments, cut, grid, random_case, shards
-from tests.distributed.processes import Ranks, exactly, one_size, several
-from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
-from tests.distributed.test_dtensors import scattered
+from tests.backends.mods import Mods
+from tests.distributed.cases import ShardedCase, arguments, cut, grid, shards
+from tests.distributed.functions import EXCHANGES, NAMES, check, drawn, emulate, expected_of, weighed
+from tests.distributed.processes import Ranks, exactly, one_size
 from tests.tolerances import EXACT
 
-NAMES = ("out", "lse", "dq", "dk", "dv", "dtable")
-EXCHANGES = ("gather", "heads")
-SCORES = ("table", "alibi", "softcap", "window", None)
-MASKS = ("prefix", "thirds", "one_token", None)
-
-
-def drawn(seed: int, num_ranks: int, longest: int = 90) -> tuple[ShardedCase, Mods]:
-    case = random_case(seed, num_ranks, longest=longest)
-    case = replace(case, pattern=replace(case.pattern, zero_padding=False))
-    return case, Mods(SCORES[seed % 5], MASKS[seed // 5 % 4], seed)
-
-
-@lru_cache(maxsize=8)
-def expected_of(case: ShardedCase, mods: Mods) -> list[Tensor]:
-    return run(reference.dilated_attention, case, mods)
-
-
-def weighed(case: ShardedCase, rank: int, mods: Mods, out: Tensor, lse: Tensor) -> Tensor:
-    given, here = case.named(), case.shard(rank)
-    reached = expected_of(case, mods)[1][:, :, here] > -torch.inf
-    out, lse = out.double().cpu(), lse.double().cpu()
-    return (out * given["dout"][:, here]).sum() + torch.where(reached, lse * given["dlse"][:, :, here], 0.0).sum()
-
-
-def joined(parts: list[Any]) -> list[Tensor]:
-    out, lse, dq, dk, dv, table = zip(*parts)
-    return [torch.cat(out, 1), torch.cat(lse, 2), *(torch.cat(x, 1) for x in (dq, dk, dv)), torch.stack(table).sum(0)]
-
-
-def simulate(
-    case: ShardedCase, mods: Mods, exchange: str, backend: str = "sdpa", device: str = "cpu", dtype: torch.dtype = torch.float64
-) -> tuple[list[Tensor], Counter[Any], Counter[Any]]:
-    """As `run`, and the bytes of forward and backward by (receiver, sender)."""
-    plan, given, mask = case.plan(), case.named(), case.mask()
-    expected_of(case, mods)  # threads would all compute it
-    mail, ahead = Mail(), threading.Barrier(len(case.shard_lengths))
-    moved: list[Counter[Any]] = []
-
-    def part(rank: int) -> object:
-        here = case.shard(rank)
-        q, k, v = (given[name][:, here].to(device, dtype, copy=True).requires_grad_() for name in "qkv")
-        table = mods.table(q.shape[2])
-        options = {"key_padding_mask": None if mask is None else mask[:, here].to(device), "num_heads": case.kv_heads}
-        options |= {"backend": backend, **mods.functions(table.to(device, dtype))}
-        call = Call(case.pattern, case.is_causal, case.scale, **options)
-        context = {"plan": plan, "exchange": exchange, "rank": rank, "seed": None}
-        out, lse = score_mod.attend_modified(q, k, v, call, **context, transport=lambda backward: SimulatedTransport(rank, mail))
-        if ahead.wait(simulation.TIMEOUT) == 0:
-            moved.append(mail.bytes)
-            mail.bytes = Counter()
-        ahead.wait(simulation.TIMEOUT)
-        inputs = (q, k, v, table)
-        grads = torch.autograd.grad(weighed(case, rank, mods, out, lse), inputs, allow_unused=True)
-        grads = tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))
-        return tuple(x.detach().cpu() for x in (out, lse, *grads))
-
-    parts = run_ranks(len(case.shard_lengths), part)
-    return joined(parts), moved[0], mail.bytes
-
-
-def check(case: ShardedCase, mods: Mods, exchange: str, backend: str = "sdpa") -> None:
-    """The oracle's values, and the plan's bytes: a backward of whole heads sends no outputs, since autograd kept them."""
-    got, *counted = simulate(case, mods, exchange, backend)
-    for name, value, expected in zip(NAMES, got, expected_of(case, mods), strict=True):
-        torch.testing.assert_close(value, expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
-    sizes = {
-        "head_dim": case.head_dim,
-        "itemsize": 8,
-        "batch": case.batch,
-        "key_padding_mask": case.ignored is not None,
-        "lse_size": 8,
-    }
-    plan = case.plan()
-    planned = list(cost_model.bytes_received(plan, exchange, **sizes))
-    returned = listed(plan, exchange)["out"].sent
-    planned[1] = planned[1] - returned * case.batch * plan.group * 8 * (case.head_dim + 1)
-    for found, wanted in zip(counted, planned):
-        assert [sum(n for (to, _), n in found.items() if to == rank) for rank in range(plan.num_ranks)] == wanted.tolist()
-
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("num_ranks", [2, 3, 5, 16])
-def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int) -> None:
-    for seed in range(10 if num_ranks < 8 else 2):
-        check(*drawn(1000 * num_ranks + seed, num_ranks), exchange)
-
-
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The kernel is the emulation, and the backend runs wherever it is asked for: only the kernel itself needs a GPU."""
-    monkeypatch.setattr(flex, "call", flex_emulation.call)
-    monkeypatch.setattr("flexdilated.backends.flex.backend._on_cpu", lambda q: False)
-    monkeypatch.setitem(BACKENDS, "flex", lambda request: None)
-    return monkeypatch
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_flex_over_any_number_of_ranks_gives_what_one_gives(emulated: pytest.MonkeyPatch, exchange: str, num_ranks: int) -> None:
-    for seed in range(4):
-        case, mods = drawn(2000 * num_ranks + seed, num_ranks)
-        check(case, mods, exchange, "flex")
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "seeds"), [("sdpa", 3, 10), ("sdpa", 5, 10), ("sdpa", 16, 2), ("flex", 3, 5), ("flex", 5, 4)]
+)
+def test_any_number_of_ranks_gives_what_one_gives(
+    exchange: str, backend: str, num_ranks: int, seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "flex":
+        emulate(monkeypatch)
+    for seed in range(seeds):
+        check(*drawn(1000 * num_ranks + seed, num_ranks), exchange, backend)
 
 
 @pytest.mark.parametrize(("is_causal", "ignored"), [(False, 0.3), (True, None)])
-def test_flex_lists_whole_and_partial_blocks(emulated: pytest.MonkeyPatch, is_causal: bool, ignored: float | None) -> None:
+def test_flex_lists_whole_and_partial_blocks(is_causal: bool, ignored: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of several blocks of 128 rows, cut where blocks are not."""
+    emulate(monkeypatch)
     pattern = DilatedPattern((400, 700), (1, 2))
     case = ShardedCase(pattern, shard_lengths=(190, 313, 197), kv_heads=2, head_dim=3, ignored=ignored, is_causal=is_causal)
     check(case, Mods(None, None), "heads", "flex")
@@ -147,16 +46,16 @@ def test_flex_lists_whole_and_partial_blocks(emulated: pytest.MonkeyPatch, is_ca
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_flex_over_ranks_adds_zero_keys(emulated: pytest.MonkeyPatch, exchange: str) -> None:
+def test_flex_over_ranks_adds_zero_keys(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
     pattern = DilatedPattern((12, 24), (1, 4), zero_padding=True)
     case = ShardedCase(pattern, shard_lengths=(17, 0, 10, 4), kv_heads=4, head_dim=3)
     assert any(task.zero_keys for rank in range(4) for task in tasks_of(case.plan(), exchange, rank)), "cut segments have some"
     check(case, Mods(None, None), exchange, "flex")
 
 
-@pytest.mark.parametrize("scores", [1, 40, 700])
-def test_scores_are_bounded_in_tasks_too(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexdilated.backends.autograd.functions, "SCORES", scores)
+def test_scores_are_bounded_in_tasks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexdilated.backends.autograd.functions, "SCORES", 40)
     check(cut(3, ignored=0.3, is_causal=True), Mods("table", "thirds"), "gather")
 
 
@@ -170,7 +69,7 @@ def check_oracle(rank: int, mesh: DeviceMesh, case: ShardedCase, mods: Mods, exc
 
     if way == "flex":
         with pytest.MonkeyPatch.context() as monkeypatch:
-            emulated.__wrapped__(monkeypatch)
+            emulate(monkeypatch)
             out, lse = dilated_attention(q, k, v, case.pattern, backend="flex", **given)
     elif way == "checkpointed":
         out, lse = checkpoint(attend, q, k, v, use_reentrant=False)
@@ -189,24 +88,17 @@ def check_oracle(rank: int, mesh: DeviceMesh, case: ShardedCase, mods: Mods, exc
         torch.testing.assert_close(value, part, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@several
-@pytest.mark.parametrize("number", range(3))
-def test_ranks_give_what_one_gives_with_all_gradients(ranks: Ranks, number: int) -> None:
-    size = ranks.world_size
-    ranks.run(check_oracle, *drawn(2000 * size + number, size), ("auto", *EXCHANGES)[number % 3], "plain")
-
-
-@several
-@pytest.mark.parametrize(("exchange", "way"), [("gather", "flex"), ("heads", "flex"), ("gather", "checkpointed")])
-def test_flex_and_checkpoints_change_nothing(ranks: Ranks, exchange: str, way: str) -> None:
-    ranks.run(check_oracle, cut(ranks.world_size, ignored=0.3), Mods("table", "thirds"), exchange, way)
-
-
-@pytest.mark.slow
 @exactly(3)
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_compilers_change_nothing(ranks: Ranks, exchange: str) -> None:
-    ranks.run(check_oracle, cut(3, ignored=0.3), Mods("table", "thirds"), exchange, "compiled")
+@pytest.mark.parametrize(
+    ("exchange", "way"),
+    [
+        *(("gather", way) for way in ("flex", "checkpointed")),
+        ("heads", "flex"),
+        *(pytest.param(exchange, "compiled", marks=pytest.mark.slow) for exchange in EXCHANGES),
+    ],
+)
+def test_flex_checkpoints_and_compilers_change_nothing(ranks: Ranks, exchange: str, way: str) -> None:
+    ranks.run(check_oracle, cut(3, ignored=0.3), Mods("table", "thirds"), exchange, way)
 
 
 def uneven(mesh: DeviceMesh, heads: int) -> tuple[list[Tensor], dict[str, Any]]:
@@ -278,12 +170,12 @@ def compare_dtensors(mesh: DeviceMesh, both: bool, backend: str) -> None:
     table = mods.table(24)
     options = {**case.options(), **mods.functions(table)}
     whole = [given[name].clone().requires_grad_() for name in "qkv"]
-    parts = [scattered(given[name], mesh, placements).requires_grad_() for name in "qkv"]
+    parts = [distribute_tensor(given[name], mesh, placements).requires_grad_() for name in "qkv"]
     expected = reference.dilated_attention(*whole, pattern, **options)[0]
     out = dilated_attention(*parts, pattern, backend=backend, **options)
     torch.testing.assert_close(out.full_tensor(), expected, **EXACT)
     wanted = torch.autograd.grad(expected, [*whole, table], given["dout"])
-    *grads, mine = torch.autograd.grad(out, [*parts, table], scattered(given["dout"], mesh, placements))
+    *grads, mine = torch.autograd.grad(out, [*parts, table], distribute_tensor(given["dout"], mesh, placements))
     dist.all_reduce(mine)
     for value, other in zip((*(x.full_tensor() for x in grads), mine), wanted, strict=True):
         torch.testing.assert_close(value, other, **EXACT)
@@ -291,7 +183,7 @@ def compare_dtensors(mesh: DeviceMesh, both: bool, backend: str) -> None:
     axis = mesh["columns"] if both else mesh
     copy = DTensor.from_local(table, axis, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     out = dilated_attention(*parts, pattern, backend=backend, **case.options(), **mods.functions(copy))
-    (mine,) = torch.autograd.grad(out, [table], scattered(given["dout"], mesh, placements))
+    (mine,) = torch.autograd.grad(out, [table], distribute_tensor(given["dout"], mesh, placements))
     if both:
         dist.all_reduce(mine, group=mesh["rows"].get_group())
     torch.testing.assert_close(mine, wanted[-1], **EXACT)
@@ -299,17 +191,15 @@ def compare_dtensors(mesh: DeviceMesh, both: bool, backend: str) -> None:
 
 def check_dtensors(rank: int, mesh: DeviceMesh, both: bool, backend: str) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        emulated.__wrapped__(monkeypatch)
+        emulate(monkeypatch)
         compare_dtensors(mesh, both, backend)
 
 
 @pytest.mark.parametrize(
     ("ranks", "both", "backend"),
     [
-        pytest.param(2, False, "sdpa", id="heads-sdpa-2_ranks"),
         pytest.param(3, False, "flex", id="heads-flex-3_ranks"),
         pytest.param(4, True, "sdpa", id="tokens_and_heads-sdpa-4_ranks"),
-        pytest.param(4, True, "flex", id="tokens_and_heads-flex-4_ranks"),
     ],
     indirect=["ranks"],
 )
@@ -382,7 +272,7 @@ def test_what_ranks_refuse_leaves_them_in_order(rank: int, mesh: DeviceMesh) -> 
         refuses(NotImplementedError, r"backend 'flex' cannot run this on cpu: .* gives no lse on CPU", **given, backend="flex")
     q, k, v, _ = shards(case, rank)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        emulated.__wrapped__(monkeypatch)
+        emulate(monkeypatch)
         refuses(
             NotImplementedError,
             r"^exchange must be 'auto', 'gather' or 'heads' with backend='flex', got 'ring'",

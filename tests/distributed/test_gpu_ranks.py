@@ -23,7 +23,7 @@ from flexdilated.core.hardware import detect
 from flexdilated.distributed.planner.plan import EXCHANGES
 from flexdilated.distributed.runtime.transport import has_tags
 from tests.backends.mods import Mods
-from tests.distributed import simulation, test_functions, test_parallel
+from tests.distributed import functions, simulation
 from tests.distributed.cases import ShardedCase
 from tests.distributed.processes import Ranks, each_size, exactly
 from tests.tolerances import SINGLE
@@ -48,13 +48,13 @@ def test_our_kernels_on_shards_give_what_one_rank_gives(exchange: str, is_causal
     request = DispatchKey(detect(DEVICE), torch.float32, case.head_dim, case.group, key_padding_mask=True)
     if (reason := why_not("triton", request)) is not None:
         pytest.skip(reason)
-    attention = test_parallel.TaskAttention
+    attention = simulation.TaskAttention
 
     def by_triton(*arguments: Any, op_options: OpOptions, **options: Any) -> Any:
         return attention(*arguments, op_options=op_options._replace(engine="triton"), **options)
 
-    monkeypatch.setattr(test_parallel, "TaskAttention", by_triton)
-    got, *_ = test_parallel.simulate(case, exchange, torch.float32, device=DEVICE)
+    monkeypatch.setattr(simulation, "TaskAttention", by_triton)
+    got, *_ = simulation.simulate(case, exchange, torch.float32, device=DEVICE)
     expected = case.expected()
     for name, value in got.items():
         assert_same(name, value, expected[name])
@@ -75,12 +75,12 @@ def compile_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mods", [Mods(None, None), Mods("table", "thirds"), Mods("alibi", None)], ids=str)
-@pytest.mark.parametrize("exchange", test_functions.EXCHANGES)
+@pytest.mark.parametrize("exchange", functions.EXCHANGES)
 def test_flex_on_shards_gives_what_one_rank_gives(exchange: str, mods: Mods, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_in_turn(monkeypatch)
     case = replace(CASE, is_causal=mods.mask is not None)
-    got, *_ = test_functions.simulate(case, mods, exchange, "flex", DEVICE, torch.float32)
-    for name, value, expected in zip(test_functions.NAMES, got, test_functions.expected_of(case, mods), strict=True):
+    got, *_ = functions.simulate(case, mods, exchange, "flex", DEVICE, torch.float32)
+    for name, value, expected in zip(functions.NAMES, got, functions.expected_of(case, mods), strict=True):
         assert_same(name, value, expected)
 
 
@@ -128,7 +128,7 @@ def test_ranks_over_nccl_give_what_one_gives(rank: int, mesh: DeviceMesh, exchan
 def check_functions(rank: int, mesh: DeviceMesh, exchange: str, backend: str, is_compiled: bool) -> None:
     case = replace(PROCESSES[mesh.size()], ignored=None, is_causal=True)
     mods, dtype = Mods("table", "thirds"), torch.float32 if backend == "flex" else torch.float64
-    expected, here = test_functions.expected_of(case, mods), case.shard(rank)
+    expected, here = functions.expected_of(case, mods), case.shard(rank)
     x, options = leaves(case, rank, dtype)
     table = mods.table(x[0].shape[2]).detach().to(DEVICE, dtype).requires_grad_()
 
@@ -138,16 +138,16 @@ def check_functions(rank: int, mesh: DeviceMesh, exchange: str, backend: str, is
         return dilated_attention(q, k, v, case.pattern, mesh=mesh, exchange=exchange, backend=backend, **given)
 
     out, lse = (torch.compile(attend, fullgraph=True) if is_compiled else attend)(*x)
-    grads = torch.autograd.grad(test_functions.weighed(case, rank, mods, out, lse), (*x, table), allow_unused=True)
+    grads = torch.autograd.grad(functions.weighed(case, rank, mods, out, lse), (*x, table), allow_unused=True)
     found = [torch.zeros_like(to) if g is None else g for g, to in zip(grads, (*x, table))]
     dist.all_reduce(found[-1], group=mesh.get_group())
     parts = [expected[0][:, here], expected[1][:, :, here], *(e[:, here] for e in expected[2:5]), expected[5]]
-    for name, value, part in zip(test_functions.NAMES, (out, lse, *found), parts, strict=True):
+    for name, value, part in zip(functions.NAMES, (out, lse, *found), parts, strict=True):
         assert_same(name, value.detach().cpu(), part)
 
 
 @pytest.mark.parametrize("way", ["sdpa", "flex", "sdpa compiled"])
-@pytest.mark.parametrize("exchange", test_functions.EXCHANGES)
+@pytest.mark.parametrize("exchange", functions.EXCHANGES)
 def test_functions_over_nccl_give_what_one_rank_gives(ranks: Ranks, exchange: str, way: str) -> None:
     backend, _, compiled = way.partition(" ")
     ranks.run(check_functions, exchange, backend, bool(compiled))

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from flexdilated import DilatedPattern
 from flexdilated.distributed.planner import cost_model, load_balance
 from flexdilated.distributed.planner.plan import ContextPlan, context_plan
-from tests.distributed.test_plan import MILLION, owner, plan_of, plans
+from tests.distributed.plans import MILLION, owner, plan_of, plans
 
 
 def one_by_one(pairs: list[int], most: list[int], total: int) -> list[int]:

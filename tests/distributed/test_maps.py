@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, attention_map
 from tests.distributed.cases import LENGTHS, ShardedCase, cut, random_case
-from tests.distributed.processes import at_least, exactly, one_size
+from tests.distributed.processes import exactly, one_size
 from tests.tolerances import EXACT
 
 
@@ -23,7 +23,7 @@ def check_map(rank: int, mesh: DeviceMesh, case: ShardedCase, dtype: torch.dtype
     torch.testing.assert_close(weights, expected[..., here], **(EXACT if dtype == torch.float64 else {"atol": 1e-6, "rtol": 1e-5}))
 
 
-@at_least(1)
+@exactly(3)
 def test_each_rank_gets_its_columns_of_the_map(rank: int, mesh: DeviceMesh) -> None:
     size = mesh.size()
     for seed in range(6):

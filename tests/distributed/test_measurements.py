@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import tuned
-from tests.distributed.processes import Ranks, several
-from tests.test_tuning import HOPPER, NAME, forget, write
+from tests.distributed.processes import Ranks, exactly
+from tests.measured import HOPPER, NAME, forget, write
 
 
 def attend_with_files_of_ranks(
@@ -40,7 +40,7 @@ def attend_with_files_of_ranks(
     return None
 
 
-@several
+@exactly(2)
 def test_ranks_that_read_other_measurements_are_named(ranks: Ranks, tmp_path: Path) -> None:
     """Times and dates may differ: choices may not."""
     size = ranks.world_size

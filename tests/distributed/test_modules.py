@@ -14,26 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, convert
+from flexdilated import DilatedPattern, MultiheadDilatedAttention, convert
 from flexdilated.distributed import shard_sequence, unshard_sequence
 from flexdilated.nn import LongNet, Rotary, XPos
+from tests.distributed.models import NESTED, RAGGED, TOKENS, build, draw_tokens
 from tests.distributed.processes import exactly, one_size
 from tests.tolerances import EXACT
-
-NESTED = DilatedPattern((5, 15), (1, 3))
-RAGGED = DilatedPattern((7, 11), (2, 3))
-TOKENS = 34  # of two equal shards
-
-
-def build(mesh: DeviceMesh | None = None, exchange: str = "auto", **changes: Any) -> LongNetLM:
-    torch.manual_seed(2307)
-    sizes: dict[str, Any] = {"vocab_size": 29, "embed_dim": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 19}
-    config = LongNetConfig(**{**sizes, "pattern": NESTED, **changes})
-    return LongNetLM(config, mesh=mesh, exchange=exchange).double()
-
-
-def draw_tokens(batch: int = 2, tokens: int = TOKENS) -> Tensor:
-    return torch.randint(0, 29, (batch, tokens), generator=torch.Generator().manual_seed(2210))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -171,23 +157,6 @@ def check_sides(
 def test_encoder_and_decoder_equal_one_process(rank: int, mesh: DeviceMesh, options: dict[str, Any], exchange: str) -> None:
     lengths = tuple(7 + 3 * i for i in range(mesh.size()))
     check_sides(mesh, lengths, lengths, True, options, exchange)
-
-
-@pytest.mark.slow
-@exactly(2)
-def test_encoder_and_decoder_compile_for_several_lengths(rank: int, mesh: DeviceMesh) -> None:
-    torch._dynamo.reset()
-    options = {"cross_attention": "dense"}
-    whole, model = build_pair(**options), build_pair(mesh, **options)
-    forward = torch.compile(model, fullgraph=True, backend="eager")
-    for src_lengths, tgt_lengths in (((9, 5), (4, 13)), ((3, 12), (9, 11))):
-        src, tgt = (torch.randn(2, sum(n), 12, dtype=torch.float64) for n in (src_lengths, tgt_lengths))
-        dist.broadcast(src, 0, group=mesh.get_group())
-        dist.broadcast(tgt, 0, group=mesh.get_group())
-        expected = shard_sequence(whole(src, tgt), mesh, shard_lengths=tgt_lengths)
-        shards = (shard_sequence(x, mesh, shard_lengths=n) for x, n in ((src, src_lengths), (tgt, tgt_lengths)))
-        actual = forward(*shards, shard_lengths=src_lengths, tgt_shard_lengths=tgt_lengths)
-        torch.testing.assert_close(actual, expected, **EXACT)
 
 
 @one_size

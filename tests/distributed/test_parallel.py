@@ -1,6 +1,5 @@
 """Every rank's part in one process, against the oracle; bytes against the plan."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,91 +8,15 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern
-from flexdilated.core.call import Call
-from flexdilated.core.custom_op import Inputs
-from flexdilated.distributed.planner import cost_model
-from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
-from flexdilated.distributed.runtime.backward import context_backward
+from flexdilated.distributed.planner.plan import EXCHANGES
 from flexdilated.distributed.runtime.buffers import Gradients
-from flexdilated.distributed.runtime.forward import context_forward
 from flexdilated.distributed.runtime.messages import view_bits
-from flexdilated.distributed.runtime.task_attention import OutputGradients, TaskAttention
+from flexdilated.distributed.runtime.task_attention import TaskAttention
 from tests.cases import unshifted
 from tests.distributed.cases import ShardedCase, random_case
-from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
-from tests.tolerances import EXACT
+from tests.distributed.simulation import check, simulate
 
 WIDE = ShardedCase(DilatedPattern((8, 24, 41), (1, 2, 3)), shard_lengths=(11, 13, 17), batch=2, group=2)
-
-
-def work_of(
-    inputs: Inputs, plan: ContextPlan, exchange: str, rank: int, scale: float, *, dropout_p: float = 0.0, seed: int | None = None
-) -> TaskAttention:
-    heads = {"first_head": plan.within.start, "num_heads": plan.num_heads}
-    call = Call(plan.pattern, plan.is_causal, scale, dropout_p, backend="sdpa", **heads)
-    inputs = inputs._replace(seed=None if seed is None else torch.tensor([seed]))
-    return TaskAttention(inputs, op_options=call.op_options(), plan=plan, exchange=exchange, rank=rank)
-
-
-def simulate(
-    case: ShardedCase,
-    exchange: str,
-    dtype: torch.dtype = torch.float64,
-    device: str = "cpu",
-    kept: bool = True,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-) -> tuple[dict[str, Tensor], Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """What all ranks give, put together, and the bytes of forward and backward by (receiver, sender)."""
-    plan, given, mask = case.plan(), case.named(dtype), case.mask()
-    lse = case.expected()["lse"]
-    given["dlse"] = given["dlse"].masked_fill(lse == -torch.inf, 0.0)
-    given = {name: x.to(device) for name, x in given.items()}
-    mask = None if mask is None else mask.to(device)
-    num_ranks = len(case.shard_lengths)
-
-    def part(rank: int) -> TaskAttention:
-        here = case.shard(rank)
-        tensors = [given[name][:, here].contiguous() for name in "qkv"]
-        inputs = Inputs(*tensors, key_padding_mask=None if mask is None else mask[:, here])
-        return work_of(inputs, plan, exchange, rank, case.scale, dropout_p=dropout_p, seed=seed)
-
-    mail = Mail()
-
-    def ahead(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        return context_forward(part(rank), SimulatedTransport(rank, mail))
-
-    outs: list[Any] = run_ranks(num_ranks, ahead)
-    forward_bytes, mail.bytes = mail.bytes, Counter()
-
-    def back(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        here = case.shard(rank)
-        out, lse, received = outs[rank]
-        asked = OutputGradients(given["dout"][:, here].contiguous(), given["dlse"][:, :, here].contiguous(), out, lse)
-        return context_backward(part(rank), asked, received if kept else None, SimulatedTransport(rank, mail))
-
-    grads: list[Any] = run_ranks(num_ranks, back)
-    whole = {"out": torch.cat([x[0] for x in outs], dim=1), "lse": torch.cat([x[1] for x in outs], dim=2)}
-    for i, name in enumerate(("dq", "dk", "dv")):
-        whole[name] = torch.cat([x[i] for x in grads], dim=1)
-    return {name: x.cpu() for name, x in whole.items()}, forward_bytes, mail.bytes
-
-
-def check(case: ShardedCase, exchange: str, device: str = "cpu") -> None:
-    got, *bytes_moved = simulate(case, exchange, device=device)
-    sizes = {
-        "head_dim": case.head_dim,
-        "itemsize": 8,
-        "batch": case.batch,
-        "key_padding_mask": case.ignored is not None,
-        "lse_size": 8,
-    }
-    for counted, planned in zip(bytes_moved, cost_model.bytes_received(case.plan(), exchange, **sizes)):
-        received = [sum(n for (receiver, _), n in counted.items() if receiver == rank) for rank in range(len(planned))]
-        assert received == planned.tolist()
-    expected = case.expected()
-    for name, value in got.items():
-        torch.testing.assert_close(value, expected[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_gradients_go_home_round_the_ring_while_the_next_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +41,7 @@ def test_gradients_go_home_round_the_ring_while_the_next_are_computed(monkeypatc
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize(
-    ("num_ranks", "device"), [*((n, "cpu") for n in (1, 2, 3, 5)), pytest.param(4, "cuda", marks=pytest.mark.gpu)]
-)
+@pytest.mark.parametrize(("num_ranks", "device"), [(3, "cpu"), (5, "cpu"), pytest.param(4, "cuda", marks=pytest.mark.gpu)])
 def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int, device: str) -> None:
     for seed in range(12):
         check(random_case(1000 * num_ranks + seed, num_ranks), exchange, device)
@@ -136,7 +57,7 @@ def test_many_ranks_give_what_one_gives(exchange: str) -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_that_were_not_kept_travel_again(exchange: str) -> None:
-    for seed in range(6):
+    for seed in range(3):
         case = random_case(5000 + seed, 3)
         for value, expected in zip(*(simulate(case, exchange, kept=kept)[0].values() for kept in (False, True))):
             assert torch.equal(value, expected)
@@ -151,20 +72,6 @@ def test_an_empty_batch_gives_what_one_rank_gives(exchange: str) -> None:
             assert value.shape == expected[name].shape
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision_is_as_exact_as_on_one_rank(exchange: str, dtype: torch.dtype, device: str) -> None:
-    expected = WIDE.expected()
-    ones = ShardedCase(WIDE.pattern, shard_lengths=(WIDE.num_tokens,), batch=WIDE.batch, group=WIDE.group)
-    alone, _, _ = simulate(ones, "gather", dtype, device=device)
-    got, _, _ = simulate(WIDE, exchange, dtype, device=device)
-    for name, value in got.items():
-        assert value.dtype == (torch.float32 if name == "lse" else dtype)
-        error, base = ((x.double() - expected[name]).norm() for x in (value, alone[name]))
-        assert error <= 1.5 * base + 1e-6, name
-
-
 @pytest.mark.parametrize("x", [torch.ones(()).expand(3, 2, 1), torch.ones(1, 1, 2)[..., :1], torch.ones(5, 1, 3)[:1, :, 1:]])
 def test_bits_of_any_strides_travel(x: Tensor) -> None:
     bits = view_bits(x, torch.bfloat16)
@@ -174,8 +81,7 @@ def test_bits_of_any_strides_travel(x: Tensor) -> None:
     assert torch.equal(view_bits(row[..., 3:], torch.float32), x)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize(("name", "exchange"), [("q", "heads"), ("k", "ring"), ("v", "gather"), ("v", "heads")])
 def test_nan_stays_in_the_rows_that_may_see_it(name: str, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Kernels multiply what the causal mask hides by 0, which NaN in v survives, on one rank too.
     case = ShardedCase(DilatedPattern((5, 16), (1, 3)), shard_lengths=(9, 12, 11), is_causal=name != "v")

@@ -54,21 +54,6 @@ def test_every_strategy_scores_the_same_pairs(rule: Literal["all", "grouped"], i
         assert each.pairs.sum() == total, each.name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_pairs_of_ulysses_are_those_of_its_heads(ranks: int) -> None:
-    of = layer(pattern=DilatedPattern((7, 13, 31), (1, 2, 5), heads="grouped"), ranks=ranks, kv_heads=6)
-    pairs = next(each.pairs for each in strategies(of) if each.name == "ulysses")
-    lengths = zip(of.pattern.branches, range(3))
-    heads = [_pairs_of_one_head(length, rate, branch % rate, of.tokens) for (length, rate), branch in lengths for _ in range(2)]
-    assert pairs is not None
-    assert pairs.tolist() == np.array(heads).reshape(ranks, -1).sum(axis=1).tolist()
-
-
-def _pairs_of_one_head(length: int, rate: int, offset: int, tokens: int) -> int:
-    kept = [p // length for p in range(tokens) if p % length % rate == offset]
-    return sum(kept.count(segment) ** 2 for segment in set(kept))
-
-
 def test_traffic_by_ranks_is_that_of_each_number_of_ranks() -> None:
     lines, is_exact = traffic_by_ranks(layer(ranks=6))
     assert is_exact

@@ -12,7 +12,7 @@ from flexdilated.backends.triton import backend
 from flexdilated.core.custom_op import OpOptions
 from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.backends import interpreter
-from tests.distributed import test_parallel
+from tests.distributed import simulation
 from tests.distributed.cases import ShardedCase
 from tests.tolerances import SINGLE
 
@@ -29,7 +29,7 @@ CASE = ShardedCase(DilatedPattern((8, 17), (1, 3)), shard_lengths=(7, 11), kv_he
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch at a time: the interpreter has one grid for all threads, which stand for ranks here."""
     interpreter.mend(monkeypatch)
-    run, attention, one = launch._launch, test_parallel.TaskAttention, threading.Lock()
+    run, attention, one = launch._launch, simulation.TaskAttention, threading.Lock()
 
     def locked(*arguments: Any) -> None:
         with one:
@@ -39,7 +39,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         return attention(*arguments, op_options=op_options._replace(engine="triton"), **options)
 
     monkeypatch.setattr(launch, "_launch", locked)
-    monkeypatch.setattr(test_parallel, "TaskAttention", by_triton)
+    monkeypatch.setattr(simulation, "TaskAttention", by_triton)
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_shards_give_what_the_whole_gives(exchange: str) -> None:
     case = replace(CASE, is_causal=exchange == "ring")
-    got, *_ = test_parallel.simulate(case, exchange, torch.float32)
+    got, *_ = simulation.simulate(case, exchange, torch.float32)
     expected = case.expected()
     for name, value in got.items():
         torch.testing.assert_close(value.double(), expected[name], **SINGLE, msg=lambda text, name=name: f"{name}: {text}")

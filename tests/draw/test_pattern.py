@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from flexdilated import DilatedPattern, draw_pattern, reference
+from flexdilated import DilatedPattern, draw_pattern
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.figure import write
 from flexdilated.draw.losses import draw_losses
@@ -22,30 +22,6 @@ THREE = DilatedPattern((5, 11, 17), (1, 2, 3))
 MANY = DilatedPattern(tuple(range(16, 256, 16)), tuple(range(1, 16)))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("pattern", "num_tokens", "num_heads"),
-    [
-        (THREE, 23, 7),
-        (DilatedPattern((5, 11, 17), (2, 3, 7), offsets="interleaved"), 23, 5),
-        (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 19, 5),
-        (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 19, 3),
-        (DilatedPattern((29,), (3,)), 1, 1),
-    ],
-)
-def test_multiplicity_equals_the_weights_of_the_oracle(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool
-) -> None:
-    # With scores of 0 and one-hot values, out is m / sum(m) and exp(lse) is sum(m).
-    zeros = torch.zeros(1, num_tokens, num_heads, num_tokens, dtype=torch.float64)
-    one_hot = torch.eye(num_tokens, dtype=torch.float64)[None, :, None].expand_as(zeros)
-    out, lse = reference.dilated_attention(zeros, zeros, one_hot, pattern, is_causal=is_causal)
-    expected = out[0].transpose(0, 1) * lse[0].exp()[..., None]
-    counts = multiplicity(pattern, num_tokens, num_heads, is_causal=is_causal)
-    torch.testing.assert_close(torch.from_numpy(counts).double(), expected, atol=1e-12, rtol=0.0)
-    assert counts.sum() == pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "num_tokens", "num_heads", "is_causal"),
@@ -53,7 +29,6 @@ def test_multiplicity_equals_the_weights_of_the_oracle(
         (THREE, 61, 12, True),
         (MANY, 61, 2, False),
         (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 7, True),
-        (DilatedPattern((5,), (2,)), 1, 37, False),
         (THREE, CELLS, 1, False),
     ],
 )
@@ -86,11 +61,8 @@ def test_picture_shows_the_multiplicity_of_each_head() -> None:
     ("pattern", "size", "is_causal"),
     [
         (THREE, 2, True),
-        (THREE, 61, False),
         (MANY, 7, True),
-        (MANY, 2, False),
         (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 7, False),
-        (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 100, True),
     ],
 )
 def test_cells_hold_the_sum_over_their_pairs(pattern: DilatedPattern, size: int, is_causal: bool) -> None:

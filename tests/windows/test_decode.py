@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedKVCache, DilatedPattern
-from tests.distributed.test_decoding import prefill, random_shards, simulate
-from tests.test_decode import BATCH, DIM, full, make, padded_chunk, sees
+from tests.decoding import BATCH, DIM, full, make, padded_chunk, sees
+from tests.distributed.caches import prefill, random_shards, simulate
 from tests.tolerances import EXACT
 
 SEGMENTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((), ()), ((7,), (1,)), ((5, 11), (1, 2)), ((13,), (3,)))

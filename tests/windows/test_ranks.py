@@ -15,7 +15,7 @@ from flexdilated.core.pieces import UNBOUNDED
 from flexdilated.distributed.planner import cost_model, message_rows
 from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
 from tests.backends.mods import Mods
-from tests.distributed import test_functions, test_parallel
+from tests.distributed import functions, simulation
 from tests.distributed.cases import ShardedCase, random_case
 
 
@@ -47,33 +47,33 @@ EDGES = {
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges_of_windows_over_ranks(edge: str, exchange: str) -> None:
-    test_parallel.check(EDGES[edge], exchange)
+    simulation.check(EDGES[edge], exchange)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_windows_over_more_ranks_give_what_one_gives(exchange: str) -> None:
     for seed in range(6):
-        test_parallel.check(drawn(seed, 4 + seed % 2), exchange)
+        simulation.check(drawn(seed, 4 + seed % 2), exchange)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
-@pytest.mark.parametrize("exchange", test_functions.EXCHANGES)
+@pytest.mark.parametrize("exchange", functions.EXCHANGES)
 def test_functions_see_positions_of_windows_over_ranks(exchange: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "flex":
-        test_functions.emulated.__wrapped__(monkeypatch)
+        functions.emulate(monkeypatch)
     monkeypatch.setattr("flexdilated.distributed.runtime.score_mod.MOST_CHUNK", 3)  # queries of a task: several chunks
     for seed in range(4):
         case = drawn(seed, 2 + seed % 3)
         alone = DilatedPattern(window=4, detach_weights=True)
         case = replace(case, pattern=replace(case.pattern, zero_padding=False) if seed else alone)
-        test_functions.check(case, Mods(("table", "alibi", None)[seed % 3], ("thirds", None)[seed % 2], seed), exchange, backend)
+        functions.check(case, Mods(("table", "alibi", None)[seed % 3], ("thirds", None)[seed % 2], seed), exchange, backend)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_backward_of_a_window_drops_what_the_forward_dropped(exchange: str) -> None:
     """The output is linear in the values: the products of both with their gradients are equal."""
     case = of(6, (9, 4, 12), detach_weights=True)
-    found, *_ = test_parallel.simulate(case, exchange, dropout_p=0.4, seed=5)
+    found, *_ = simulation.simulate(case, exchange, dropout_p=0.4, seed=5)
     given = case.named()
     torch.testing.assert_close((found["out"] * given["dout"]).sum(), (found["dv"] * given["v"]).sum())
     assert not torch.allclose(found["out"], case.expected()["out"])

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern
-from tests.hub.transformers.models import DECODER, DENSE, RAGGED, TEXT, TOKENS, draw_tokens, mask_of, run
-from tests.hub.transformers.test_decoding import CACHES, decode
+from tests.hub.transformers.models import CACHES, DECODER, DENSE, RAGGED, TEXT, TOKENS, decode, draw_tokens, mask_of, run
 from tests.tolerances import SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")

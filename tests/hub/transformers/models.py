@@ -1,5 +1,6 @@
 """Tiny random models of the library under dilated attention, and inputs for them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from flexdilated import DilatedPattern
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
+from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer, StaticCache  # noqa: E402
+
 from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 
 VOCAB, TOKENS, BATCH = 31, 23, 3
 DENSE = DilatedPattern((64,), (1,))
@@ -75,3 +79,47 @@ def longnet(**options: Any) -> Any:
     sizes = {"vocab_size": 256, "embed_dim": 24, "num_layers": 2, "num_heads": 4, "ffn_dim": 31}
     config = hub.LongNetHFConfig(**{**sizes, "dilated_pattern": RAGGED.to_dict(), **options})
     return hub.LongNetForCausalLM(config).eval()
+
+
+def gpt_oss(pattern: DilatedPattern) -> Any:
+    sizes = {**DECODER, "hidden_size": 24, "intermediate_size": 16, "head_dim": 4}
+    config = transformers.GptOssConfig(**sizes, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2)
+    model = transformers.GptOssForCausalLM(hub.set_pattern(config, pattern)).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    return model
+
+
+class LosslessLayer(QuantizedLayer):
+    """A layer of a quantized cache that keeps every value, so that outputs can be compared."""
+
+    def __init__(self) -> None:
+        super().__init__(residual_length=4)
+
+    def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
+        return tensor
+
+    def _dequantize(self, q_tensor: Tensor) -> Tensor:
+        return q_tensor
+
+
+CACHES: dict[str, Callable[[Any], Any]] = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=TOKENS + 6),
+    "quantized": lambda config: Cache(layer_class_to_replicate=LosslessLayer),
+    "bounded": lambda config: hub.DilatedCache(),
+}
+
+
+def decode(model: Any, tokens: Tensor, cache: Any, chunks: list[int], mask: Tensor | None = None, done: int = 0) -> Tensor:
+    logits = []
+    for size in chunks:
+        options = {}
+        if mask is not None:
+            seen = mask[:, : done + size]
+            options = {"attention_mask": seen, "position_ids": (seen.cumsum(-1) - 1).clamp(min=0)[:, done:]}
+        part = model(tokens[:, done : done + size], **{CACHE: cache}, use_cache=True, **options)
+        logits.append(part.logits)
+        done += size
+    assert done == tokens.shape[1]
+    return torch.cat(logits, dim=1)

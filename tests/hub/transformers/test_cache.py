@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 
 from tests.hub.transformers import models
-from tests.hub.transformers.test_decoding import decode
+from tests.hub.transformers.models import decode
 from tests.tolerances import EXACT
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")

@@ -20,8 +20,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra: pip 
 
 from flexdilated.hub import transformers as hub  # noqa: E402
 from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
-from tests.hub.transformers.models import GROUPED, INTERLEAVED, RAGGED, build, dilated, longnet  # noqa: E402
-from tests.hub.transformers.test_sinks import gpt_oss  # noqa: E402
+from tests.hub.transformers.models import GROUPED, INTERLEAVED, RAGGED, build, dilated, gpt_oss, longnet  # noqa: E402
 
 TOKENS, BATCH, VOCAB = 34, 2, 31
 IGNORED = -100

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated import DilatedPattern
+from flexdilated import DilatedPattern, reference
 from tests.distributed.processes import exactly
 from tests.tolerances import EXACT, SINGLE
 
@@ -89,6 +89,20 @@ def test_a_part_of_the_heads_gives_its_outputs(pattern: DilatedPattern, kv_heads
         torch.testing.assert_close(torch.cat(parts, dim=2), whole, **EXACT)
         for gradient, right in zip(found, expected):
             torch.testing.assert_close(gradient, right, **EXACT)
+
+
+@pytest.mark.parametrize("pattern", [INTERLEAVED, GROUPED])
+def test_a_part_of_the_heads_has_its_own_sinks(pattern: DilatedPattern) -> None:
+    module, sinks = layer(HEADS, 4, pattern), 2 * torch.randn(HEADS, dtype=torch.float64)
+    q, k, v = (torch.randn(2, heads, TOKENS, 5, dtype=torch.float64) for heads in (HEADS, 4, 4))
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    expected, _ = reference.dilated_attention(*rows, pattern, is_causal=True, sinks=sinks)
+    for first, given in ((0, sinks), (3, sinks), (3, sinks[3:6])):  # whole, or cut as the heads are
+        here, key = slice(first, first + 3), slice(first // 3, first // 3 + 1)
+        out = attend(module, q[:, here], k[:, key], v[:, key], s_aux=given, first_head=first)
+        torch.testing.assert_close(out, expected[:, :, here], **EXACT)
+    with pytest.raises(ValueError, match=r"s_aux must have shape \(H,\)=\(12,\), the query heads of the call, got \(5,\)"):
+        attend(module, q, k, v, s_aux=sinks[:5])
 
 
 def test_a_part_of_the_heads_without_its_place_is_refused() -> None:

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from flexdilated import DilatedPattern, convert, dilated_attention, reference
+from tests.doors.cases import KINDS
 from tests.hub.transformers.models import (
     BATCH,
     DECODER,
     DECODERS,
     DENSE,
-    PATTERNS,
     RAGGED,
     TOKENS,
     build,
     dilated,
     draw_tokens,
+    gpt_oss,
     inputs_of,
     make_dense,
     mask_of,
@@ -53,16 +54,36 @@ def test_dense_pattern_equals_sdpa_with_its_gradients(name: str) -> None:
     assert (model(**inputs).logits - expected).abs().max() > 1e-4  # it was our attention that ran
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_equals_the_reference(pattern: DilatedPattern, is_causal: bool) -> None:
-    model = build("Llama", pattern)
-    module = model.model.layers[0].self_attn
-    q, k, v = (torch.randn(BATCH, heads, TOKENS, 8, dtype=torch.float64) for heads in (6, 2, 2))
-    out, weights = hub.dilated_attention_forward(module, q, k, v, None, scaling=0.3, is_causal=is_causal)
-    expected, _ = reference.dilated_attention(*(x.transpose(1, 2) for x in (q, k, v)), pattern, is_causal=is_causal, scale=0.3)
-    assert weights is None
-    torch.testing.assert_close(out, expected, **EXACT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_equals_the_definition_with_sinks_and_gradients(kind: str, is_causal: bool) -> None:
+    pattern = KINDS[kind]
+    module = build("Llama", pattern, num_key_value_heads=3).model.layers[0].self_attn
+    leaves = [torch.randn(BATCH, heads, 29, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 3, 3)]
+    rows = [x.transpose(1, 2) for x in leaves]
+    for sinks in (
+        None,
+        (2 * torch.randn(6, dtype=torch.float64)).requires_grad_(),
+        torch.full((6,), -torch.inf, requires_grad=True),
+    ):
+        out, weights = hub.dilated_attention_forward(module, *leaves, None, scaling=0.3, is_causal=is_causal, s_aux=sinks)
+        expected, _ = reference.dilated_attention(*rows, pattern, is_causal=is_causal, scale=0.3, sinks=sinks)
+        assert weights is None
+        inputs = leaves if sinks is None else [*leaves, sinks]
+        found, wanted = (torch.autograd.grad(x.sin().sum(), inputs) for x in (out, expected))
+        torch.testing.assert_close((out, *found), (expected, *wanted), **EXACT)
+
+
+def test_dense_pattern_equals_the_librarys_own_sinks_with_their_gradients() -> None:
+    model, tokens = gpt_oss(DENSE), draw_tokens()
+    logits, gradients = run(model, input_ids=tokens, use_cache=False)
+    model.config.dilated_pattern = None
+    model.set_attn_implementation("eager")
+    expected, expected_gradients = run(model, input_ids=tokens, use_cache=False)
+    torch.testing.assert_close(logits, expected, **SINGLE)
+    assert expected_gradients["model.layers.0.self_attn.sinks"].abs().min() > 1e-4
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, **SINGLE)
 
 
 def test_causality_is_the_calls_then_the_modules_and_the_configs() -> None:

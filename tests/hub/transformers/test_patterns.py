@@ -234,17 +234,6 @@ def test_a_model_type_that_was_not_compared_warns() -> None:
             call()
 
 
-@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
-def test_heads_for_any_model_of_the_library_run(head: str) -> None:
-    config = hub.set_pattern(transformers.LlamaConfig(**SIZES, pad_token_id=0), PATTERN)
-    model = getattr(transformers, f"LlamaFor{head}")(config).eval()
-    assert model.config._attn_implementation == "flexdilated"
-    tokens = draw_tokens()
-    found = model(tokens)[0].detach()
-    model.config.dilated_pattern = DilatedPattern((64,), (1,))
-    assert (model(tokens)[0] - found).abs().max() > 1e-5
-
-
 @pytest.mark.parametrize(
     ("pattern", "architectures", "text"),
     [

@@ -32,6 +32,7 @@ def test_every_type_of_the_version_is_kept() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # test_families.py takes the families that the page lists
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_types_do_what_is_kept(part: int) -> None:
     if not is_kept_for_this_version():

@@ -11,7 +11,7 @@ from tests.tolerances import SINGLE
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
 from flexdilated.hub import transformers as hub  # noqa: E402
-from tests.hub.transformers.test_decoding import decode  # noqa: E402
+from tests.hub.transformers.models import decode  # noqa: E402
 
 IS_OLD = transformers.__version__.startswith("5.12")
 CHUNKS = [14, 1, 1, 4, 1, 1, 1]
