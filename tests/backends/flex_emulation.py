@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexdilated import DilatedPattern
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.flex import backend, kernel
+from flexdilated.core.call import Call
 from flexdilated.core.lse import accumulated
 
 
@@ -66,3 +68,10 @@ def emulate(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     monkeypatch.setitem(BACKENDS, "flex", lambda request: None)
     monkeypatch.setattr(backend, "_on_cpu", lambda q: False)
     monkeypatch.setattr(backend, "choose_layout", lambda pattern, call: layout)
+
+
+def flex_backend(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
+    call = Call(pattern, scale=q.shape[3] ** -0.5, return_lse=True)._replace(**options)
+    out, lse = backend.attend_flex(q, k, v, call)
+    assert lse is not None
+    return out, lse

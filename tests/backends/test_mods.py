@@ -20,7 +20,7 @@ import flexdilated.backends.flex.backend
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.call import Call
-from tests.backends.flex_emulation import emulate
+from tests.backends.flex_emulation import emulate, flex_backend
 from tests.backends.mods import Mods, at_most, needs_unknown_sizes, padded, run, with_lse
 from tests.cases import Case, run_reference, windowed_calls
 from tests.tolerances import EXACT, SINGLE
@@ -406,13 +406,6 @@ def test_grouped_branches_compile_for_any_number_of_heads() -> None:
         q = torch.randn(1, 40, heads, 16, dtype=torch.float64)
         torch._dynamo.mark_dynamic(q, 2)
         torch.testing.assert_close(compiled(q), attend(q), **EXACT)
-
-
-def flex_backend(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
-    call = Call(pattern, scale=q.shape[3] ** -0.5, return_lse=True)._replace(**options)
-    out, lse = flexdilated.backends.flex.backend.attend_flex(q, k, v, call)
-    assert lse is not None
-    return out, lse
 
 
 def assert_flex_backend_as_the_oracle(case: Case, mods: Mods) -> None:

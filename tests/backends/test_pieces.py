@@ -27,6 +27,7 @@ from flexdilated.core.pieces import UNBOUNDED, Piece, plan_pieces
 from tests.backends.flex_emulation import emulate, flex_backend
 from tests.backends.mods import Mods, run
 from tests.cases import Case, poisoned_memory
+from tests.doors.cases import COMET
 from tests.tolerances import EXACT
 
 HEADS = 4  # key/value heads

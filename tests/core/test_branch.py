@@ -38,9 +38,8 @@ from flexdilated.draw.pattern import multiplicity
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.masks.blocks import head_branches
 from flexdilated.nn.position import XPos
-from tests.doors.cases import Comet, PatternWithComet
+from tests.doors.cases import COMET, Comet
 
-COMET = PatternWithComet((5, 13), (1, 2))
 LENGTHS, RATES = (5, 7, 11), (1, 2, 3)
 GROUPED = DilatedPattern.grouped(LENGTHS, RATES)
 TOKENS, WIDTH = 13, 24

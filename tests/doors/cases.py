@@ -56,6 +56,9 @@ class PatternWithComet(DilatedPattern):
         return (*own.branches, Comet(3))
 
 
+COMET = PatternWithComet((5, 13), (1, 2))
+
+
 @dataclass(frozen=True)
 class Question(Case):
     """A call, with functions, sinks and a dtype."""
