@@ -1,4 +1,4 @@
-"""The cache under a window: any chunks, lengths, marks, crops and orders, on one rank and over several, equal the definition."""
+"""The cache under a window and global tokens: any chunks, lengths, marks, crops and orders, on any ranks, equal the definition."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ class Stored:
     """By loops over integers, the tokens of one sequence that a cache still stores, per branch."""
 
     def __init__(self, pattern: DilatedPattern) -> None:
-        self.starts: list[tuple[int, Callable[[int], int]]] = [(w, lambda p, w=w: p // w * w) for w in pattern.segment_lengths]
-        self.starts.append((pattern.window, lambda p: max(0, p - pattern.window + 1)))
+        first = pattern.global_tokens  # whose rows nothing overwrites
+        self.starts: list[tuple[int, Callable[[int], int]]] = [
+            (w, lambda p, w=w: max(first, p // w * w)) for w in pattern.segment_lengths
+        ]
+        if pattern.window is not None:
+            self.starts.append((pattern.window, lambda p: max(first, p - pattern.window + 1)))
         self.rows: list[dict[int, int]] = [{} for _ in self.starts]
 
     def write(self, positions: range) -> None:
@@ -51,14 +55,18 @@ def run_case(seed: int, make_cache: Callable[..., DilatedKVCache], size: int = 1
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     heads, group, (lengths, rates) = chance.choice([2, 3]), chance.choice([1, 2]), chance.choice(SEGMENTS)
     window, rule = chance.choice([1, 2, 3, 5, 8, 17, 50]), chance.choice(["all", "grouped"])
-    pattern, tokens = DilatedPattern(lengths, rates, window=window, heads=rule), chance.randint(3, 41)
+    near = {"window": chance.choice([window, window, None]), "global_tokens": chance.choice([0, 1, 4, 9, 60])}
+    if not any((*near.values(), lengths)):
+        near["global_tokens"] = 3
+    pattern, tokens = DilatedPattern(lengths, rates, heads=rule, **near), chance.randint(3, 41)
     max_length, records = chance.choice([None, tokens, tokens + 3]), chance.random() < 0.4
     sizes = heads * group, heads, heads
     inputs = tuple(torch.randn(BATCH, tokens, h, DIM, dtype=torch.float64, generator=generator) for h in sizes)
     poisoned = torch.rand(BATCH, tokens, heads, generator=generator) < chance.choice([0.0, 0.1])
     cache = make_cache(pattern, num_kv_heads=heads, max_length=max_length)
     if not lengths:
-        assert cache.rows_per_head == (-(-min(window, max_length or window) // size),) * heads  # whatever the number of tokens
+        rows = (-(-min(x, max_length or x) // size) for x in near.values() if x)
+        assert cache.rows_per_head == (sum(rows),) * heads  # whatever the number of tokens
     at, stored, taken, rejected = [0] * BATCH, [Stored(pattern) for _ in range(BATCH)], 0, 0
     expected = definition(inputs, pattern, poisoned)
     if size > 1 and not records and chance.random() < 0.7:
@@ -126,7 +134,7 @@ def definition(inputs: tuple[Tensor, ...], pattern: DilatedPattern, poisoned: Te
 
 
 def test_five_hundred_sequences_equal_the_definition() -> None:
-    counts = [run_case(seed, make) for seed in range(70)]
+    counts = [run_case(seed, make) for seed in range(90)]
     taken, rejected = map(sum, zip(*counts))
     assert BATCH * (len(counts) + taken) > 500  # after a crop, each sequence goes on with other tokens
     assert rejected > 30
