@@ -206,7 +206,7 @@ class Layout:
                 f"{sequence}: later tokens replaced some of them; decode that sequence again, or set records_past before the calls"
             )
         for w, _ in self.segments:
-            if (first := max(new // w * w, num_global)) < new and stored > first + w:
+            if new % w and (stored - 1) // w != new // w:
                 return (
                     f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
                     f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence again"

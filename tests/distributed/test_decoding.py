@@ -47,6 +47,8 @@ from tests.test_decode import (
 )
 from tests.tolerances import EXACT, assert_twice_naive
 
+FIRST = DilatedPattern((5, 28), (1, 3), window=4, global_tokens=7)
+
 
 class Simulated(CacheRanks):
     """A rank whose messages go through a `Mail`; the attention of a prompt in shards, which other tests hold, is the oracle's."""
@@ -117,7 +119,7 @@ def draw(tokens: int = TOKENS, heads: int = HEADS, group: int = GROUP, dtype: to
     return tuple(torch.randn(BATCH, tokens, h, DIM, dtype=torch.float64, generator=generator).to(dtype) for h in sizes)
 
 
-@pytest.mark.parametrize("pattern", [RAGGED, GROUPED], ids=str)
+@pytest.mark.parametrize("pattern", [RAGGED, GROUPED, FIRST], ids=str)
 def test_sinks_count_once_whatever_the_ranks(pattern: DilatedPattern) -> None:
     """One that no softmax sees, too, and rows of keys that some ranks lack."""
     inputs, sinks = draw(), torch.linspace(-3.0, 4.0, HEADS * GROUP, dtype=torch.float64)
@@ -161,6 +163,8 @@ def random_pattern(chance: random.Random) -> DilatedPattern:
     return DilatedPattern(
         tuple(lengths),
         tuple(chance.randint(1, min(length, 6)) for length in lengths),
+        window=chance.choice([None, 6]),
+        global_tokens=chance.choice([0, 5, 31]),
         heads=chance.choice(["all", "grouped"]),
         offsets=chance.choice(["blocked", "interleaved"]),
     )
@@ -219,7 +223,7 @@ def test_sequences_of_different_lengths_equal_each_alone(pattern: DilatedPattern
     simulate(3, work)
 
 
-@pytest.mark.parametrize(("pattern", "size"), [(LONGNET, 2), (RAGGED, 3), (GROUPED, 16)], ids=str)
+@pytest.mark.parametrize(("pattern", "size"), [(LONGNET, 2), (RAGGED, 3), (GROUPED, 16), (FIRST, 3)], ids=str)
 def test_each_rank_holds_its_share_of_the_rows(pattern: DilatedPattern, size: int) -> None:
     one = make(pattern)
 
@@ -277,7 +281,7 @@ def test_a_mark_reaches_who_sees_it_and_nobody_else(chunks: tuple[Any, ...], poi
         torch.testing.assert_close(out, expected, **EXACT, equal_nan=True)
 
 
-@pytest.mark.parametrize("pattern", [LONGNET, GROUPED], ids=str)
+@pytest.mark.parametrize("pattern", [LONGNET, GROUPED, FIRST], ids=str)
 def test_calls_are_taken_back_and_sequences_change_places(pattern: DilatedPattern) -> None:
     inputs, wrong = draw(), draw(TOKENS + 1)
     expected = full(inputs, pattern)
@@ -351,7 +355,7 @@ def test_recorded_shards_and_caches_out_of_step_are_refused() -> None:
 def test_a_prompt_by_each_exchange_and_steps_equal_one_process(rank: int, mesh: DeviceMesh) -> None:
     size, inputs = mesh.size(), draw()
     shards = (13, 0, 11)[:size] if size == 3 else even_shard_lengths(24, size)
-    for pattern, exchange in ((LONGNET, "auto"), (RAGGED, "ring"), (GROUPED, "heads")):
+    for pattern, exchange in ((LONGNET, "auto"), (RAGGED, "ring"), (GROUPED, "heads"), (FIRST, "auto")):
         cache, expected = make(pattern, exchange=exchange, mesh=mesh), full(inputs, pattern)
         assert cache.mesh is mesh
         torch.testing.assert_close(prefill(cache, inputs, shards), expected[:, :24], **EXACT)

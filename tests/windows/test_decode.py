@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
@@ -14,10 +15,11 @@ from torch import Tensor
 from flexdilated import DilatedKVCache, DilatedPattern
 from flexdilated.nn import LongNetConfig, LongNetLM
 from tests.distributed.test_decoding import prefill, random_shards, simulate
-from tests.test_decode import BATCH, DIM, feed_all, full, make, padded_chunk, sees
+from tests.test_decode import BATCH, DIM, draw, feed, feed_all, full, make, padded_chunk, sees
 from tests.tolerances import EXACT
 
 SEGMENTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((), ()), ((7,), (1,)), ((5, 11), (1, 2)), ((13,), (3,)))
+FIRST = DilatedPattern((6, 8), (1, 2), window=3, global_tokens=5)
 LOST = "length must keep the keys of the window=|length must end in the segment that is stored"
 
 
@@ -32,9 +34,7 @@ class Stored:
 
     def __init__(self, pattern: DilatedPattern) -> None:
         first = pattern.global_tokens  # whose rows nothing overwrites
-        self.starts: list[tuple[int, Callable[[int], int]]] = [
-            (w, lambda p, w=w: max(first, p // w * w)) for w in pattern.segment_lengths
-        ]
+        self.starts: list[tuple[int, Callable[[int], int]]] = [(w, lambda p, w=w: p // w * w) for w in pattern.segment_lengths]
         if pattern.window is not None:
             self.starts.append((pattern.window, lambda p: max(first, p - pattern.window + 1)))
         self.rows: list[dict[int, int]] = [{} for _ in self.starts]
@@ -156,9 +156,37 @@ def test_crop_names_the_window_and_takes_its_last_token() -> None:
     cache.crop(0)
 
 
-def test_a_step_compiles_once() -> None:
+def test_nothing_overwrites_global_tokens() -> None:
+    inputs, cache = draw(), make(DilatedPattern(window=5, global_tokens=4))
+    expected = full(inputs, cache.pattern)
+    for first, last in ((4, 50), (3, 50), (4, 9), (6, 9), (7, 9)):  # token 9 would overwrite token 4
+        feed(cache, inputs, int(cache.lengths[0]), last)
+        cache.crop(first)
+        torch.testing.assert_close(feed(cache, inputs, first, 11), expected[:, first:11], **EXACT)
+        cache.crop(0)
+
+
+@pytest.mark.parametrize("global_tokens", [0, 1, 5, 6, 7, 30])
+@pytest.mark.parametrize("pattern", [FIRST, DilatedPattern((6,), (4,)), DilatedPattern(window=6), DilatedPattern(global_tokens=9)])
+def test_plans_repeat_behind_the_global_tokens(pattern: DilatedPattern, global_tokens: int) -> None:
+    pattern = dataclasses.replace(pattern, global_tokens=global_tokens or pattern.global_tokens)
+    (layout,) = (store.layout for store in make(pattern)._stores)
+    seen = set()
+    for position in range(5 * layout.period + pattern.global_tokens):
+        at = torch.tensor([position])
+        plan, exact = layout.next_plan(at, torch.ones_like(at)), layout._plan(at, None)
+        assert torch.equal(plan.bias, exact.bias)
+        stored = ~exact.unstored.expand_as(exact.places)
+        assert torch.equal(plan.places[stored], exact.places[stored])
+        seen.add(id(plan))
+    assert len(seen) <= 3 * layout.period + pattern.global_tokens
+
+
+@pytest.mark.parametrize("global_tokens", [0, 5])
+def test_a_step_compiles_once(global_tokens: int) -> None:
     torch.compiler.reset()
-    pattern, counter = DilatedPattern((5,), (2,), window=7), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    pattern = DilatedPattern((5,), (2,), window=7, global_tokens=global_tokens)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     inputs = tuple(torch.randn(BATCH, 31, heads, DIM, dtype=torch.float64) for heads in (4, 2, 2))
     cache = make(pattern, num_kv_heads=2)
     prompt = feed_all(cache, inputs, 0, 3)
@@ -168,7 +196,7 @@ def test_a_step_compiles_once() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("pattern", [DilatedPattern(window=5), DilatedPattern((8,), (2,), window=3)], ids=str)
+@pytest.mark.parametrize("pattern", [DilatedPattern(window=5), DilatedPattern((8,), (2,), window=3), FIRST], ids=str)
 def test_a_language_model_generates_what_the_whole_sequence_gives(pattern: DilatedPattern) -> None:
     torch.manual_seed(3)
     config = LongNetConfig(vocab_size=31, embed_dim=16, num_layers=2, num_heads=2, pattern=pattern, position="rotary")

@@ -35,6 +35,7 @@ from flexdilated.hub.transformers.cache import CACHE  # noqa: E402
 
 CHUNKS = [9, 1, 1, 4, 5, 1, 1, 1]
 MIXED = DilatedPattern((5, 13), (1, 3), window=11)
+FIRST = DilatedPattern((5, 23), (1, 2), window=3, global_tokens=4)
 KINDS = {
     "segments": ("Llama", RAGGED),
     "interleaved": ("Llama", INTERLEAVED),
@@ -47,6 +48,11 @@ KINDS = {
     "window, groups": ("Llama", DilatedPattern.grouped((5, 11), (1, 2), window=9)),
     "window, segments, sinks": ("GptOss", MIXED),
     "window, segments, soft cap": ("Gemma2", MIXED),
+    "first tokens": ("Llama", DilatedPattern(global_tokens=3)),
+    "first tokens, window": ("Llama", DilatedPattern(window=6, global_tokens=3)),
+    "first tokens, window, segments": ("Llama", FIRST),
+    "first tokens, groups": ("Llama", DilatedPattern.grouped((5, 11), (1, 2), global_tokens=7)),
+    "first tokens, window, segments, sinks": ("GptOss", FIRST),
 }
 FAMILIES = {
     "Llama": {},
@@ -209,7 +215,7 @@ def test_generate_equals_generate_without_a_cache(name: str, cache: str, options
     torch.testing.assert_close(generated, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("pattern", [INTERLEAVED, MIXED])
+@pytest.mark.parametrize("pattern", [INTERLEAVED, MIXED, FIRST])
 @pytest.mark.parametrize("cache", ["dynamic", "bounded"])
 @pytest.mark.parametrize("options", [{"assistant_model": True}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 4}])
 def test_drafted_and_chunked_generation_equals_generation_without_a_cache(
