@@ -52,13 +52,13 @@ class Layout:
         segments, self.near = pattern.split("DilatedKVCache")
         window, num_global = self.near
         self.segments = [segments[i] for i in branches if i < len(segments)]
-        ring, first = [Segments(window, 1)] * (window > 0), [Segments(MAX_LENGTH, 1)] * (num_global > 0)
-        self.branches, self.ring = [*self.segments, *ring, *first], -1 - len(first)  # the branch of a window
+        ring, pinned = [Segments(window, 1)] * (window > 0), [Segments(MAX_LENGTH, 1)] * (num_global > 0)
+        self.branches, self.ring = [*self.segments, *ring, *pinned], -1 - len(pinned)  # the branch of a window
         self.period = math.lcm(*(w for w, _ in (*self.segments, *ring)))
         # Of each branch: how far behind its query the last key is, the first key, and the end of the keys.
-        apart = [window] * len(self.segments) + [0] * len(ring + first)
-        least = [num_global] * len(self.segments + ring) + [0] * len(first)
-        ends = [MAX_LENGTH] * len(self.segments + ring) + [num_global] * len(first)
+        apart = [window] * len(self.segments) + [0] * len(ring + pinned)
+        least = [num_global] * len(self.segments + ring) + [0] * len(pinned)
+        ends = [MAX_LENGTH] * len(self.segments + ring) + [num_global] * len(pinned)
         longest = MAX_LENGTH if max_length is None else max_length
         self.rows = [-(-num_kept(min(w, end, longest), r, 0) // num_ranks) for (w, r), end in zip(self.branches, ends)]
         self.starts = [sum(self.rows[:i]) for i in range(len(self.rows))]
