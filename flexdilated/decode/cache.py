@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class DilatedKVCache:
-    """A bounded key/value cache: for each branch and head, the keys and values of the current segment, or of the window.
+    """A bounded key/value cache: of each head, the keys and values of the current segments, the window and the global tokens.
 
     >>> cache = DilatedKVCache(DilatedPattern((8, 64), (1, 4)), batch_size=1, num_kv_heads=4, head_dim=16)
     >>> cache.rows_per_head, cache.nbytes
@@ -45,8 +45,9 @@ class DilatedKVCache:
 
     Row `(p % w) // r` of a branch holds the key of position `p` until the next segment overwrites it: `sum_i ceil(w_i / r_i)` rows
     per head (under `heads="grouped"`, of its own branch), allocated once, for any length of the context. A window of w tokens has
-    w rows: row `p % w` holds position `p` until position `p + w` overwrites it. A token attends to the kept rows of its segments
-    and its window, in one softmax over all branches. A token that no branch of a head keeps gives 0 there.
+    w rows: row `p % w` holds position `p` until position `p + w` overwrites it. Global tokens have a row each, for good. A token
+    attends to what its segments, the window and the global tokens join it with, in one softmax over all branches. A token that no
+    branch of a head keeps gives 0 there.
 
     Where a key or value is not finite, the tokens that see it give NaN in that head; no other output changes. Attention runs in
     the dtype of the cache, without autocast and without gradients. Under `torch.compile(fullgraph=True)` a step compiles once.
@@ -59,7 +60,7 @@ class DilatedKVCache:
         batch_size: Sequences, each at its own length.
         num_kv_heads: Key/value heads.
         head_dim: Elements per head.
-        max_length: Largest number of positions; longer segments and windows then take no more rows than that. Default: no limit.
+        max_length: Largest number of positions; longer branches then take no more rows than that. Default: no limit.
         first_head: Index in the model of the first key/value head in this cache.
         total_kv_heads: Key/value heads of the whole model, which determine offsets. Default: `num_kv_heads`.
         dtype: Of keys and values. Default: torch's default dtype.
@@ -386,8 +387,9 @@ class DilatedKVCache:
         [3, 3]
 
         The new end must be in the current segment of each branch, at the start of a segment, or among the tokens since the last
-        `crop` with `records_past` set: other rows are overwritten. With a window of w tokens, a sequence of at most w tokens can be
-        cut anywhere; a longer one can lose only its last token, or all. Every sequence is cut, or none. Waits for the device.
+        `crop` with `records_past` set: other rows are overwritten. With a window of w tokens and g global tokens, a sequence of at
+        most g + w tokens can be cut anywhere; a longer one only to g tokens or fewer, or by its last token. Every sequence is cut,
+        or none. Waits for the device.
 
         Args:
             length: Tokens that stay: one number, or `(B,)` integers.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.bounded_cache import recent
-from flexdilated.core.branch import Kept, Segments, num_kept
+from flexdilated.core.branch import Kept, Segments, ceil_div, num_kept
 from flexdilated.core.functorch import in_no_mode
-from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pattern import MAX_LENGTH, DilatedPattern
 from flexdilated.core.tracing import reads_freely
 
 
@@ -49,17 +49,24 @@ class Layout:
         first = model_heads[0] - heads.start
         self.num_kv_heads, self.heads = len(heads), range(first, first + len(model_heads))
         self.has_all_heads = len(model_heads) == len(heads)
-        segments, window = pattern.split("DilatedKVCache")
-        self.window = None if window is None else window.size  # of the last branch
-        self.branches = [segments[i] if i < len(segments) else Segments(pattern.branches[i][0], 1) for i in branches]
-        self.period = math.lcm(*(w for w, _ in self.branches))
-        longest = math.inf if max_length is None else max_length
-        self.rows = [-(-num_kept(int(min(w, longest)), r, 0) // num_ranks) for w, r in self.branches]
+        segments, self.near = pattern.split("DilatedKVCache")
+        window, num_global = self.near
+        self.segments = [segments[i] for i in branches if i < len(segments)]
+        ring, pinned = [Segments(window, 1)] * (window > 0), [Segments(MAX_LENGTH, 1)] * (num_global > 0)
+        self.branches, self.ring = [*self.segments, *ring, *pinned], -1 - len(pinned)  # the branch of a window
+        self.period = math.lcm(*(w for w, _ in (*self.segments, *ring)))
+        # Of each branch: how far behind its query the last key is, the first key, and the end of the keys.
+        apart = [window] * len(self.segments) + [0] * len(ring + pinned)
+        least = [num_global] * len(self.segments + ring) + [0] * len(pinned)
+        ends = [MAX_LENGTH] * len(self.segments + ring) + [num_global] * len(pinned)
+        longest = MAX_LENGTH if max_length is None else max_length
+        self.rows = [-(-num_kept(min(w, end, longest), r, 0) // num_ranks) for (w, r), end in zip(self.branches, ends)]
         self.starts = [sum(self.rows[:i]) for i in range(len(self.rows))]
         offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in model_heads]
         self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
-        columns = (*zip(*self.branches), self.starts, [rows - 1 for rows in self.rows])
-        self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (torch.tensor(x, device=device) for x in columns)
+        columns = (*zip(*self.branches), self.starts, [rows - 1 for rows in self.rows], apart, least, ends)
+        numbers = [torch.tensor(x, device=device) for x in columns]
+        self.lengths_of_segments, self.rates, self.first_rows, self.last_rows, self.apart, self.least, self.ends = numbers
         self.places = self._places(rank)
         self.bias_seen, self.bias_hidden = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=device).unbind()
 
@@ -88,13 +95,13 @@ class Layout:
         last = lengths[:, None, None] - 1
         starts = last // self.lengths_of_segments * self.lengths_of_segments + self.offsets  # (B, heads, branches)
         positions = [starts[..., i, None] + x for i, x in enumerate(places)]
-        if self.window is not None:
-            positions[-1] = self._in_window(last, places[-1]).expand_as(positions[-1])
+        if self.near.window:
+            positions[self.ring] = self._in_window(last, places[self.ring]).expand_as(positions[self.ring])
         return positions
 
     def _in_window(self, last: Tensor, places: Tensor) -> Tensor:
         """The position that each row of a window stores after token `last` `(B, 1, 1)`, as `positions`: `(B, 1, rows)`."""
-        window, _ = self.branches[-1]
+        window = self.near.window
         return torch.where(places < window, last - (last - places) % window, -1)
 
     def last_positions(self, rank: int, end: Tensor) -> Tensor:
@@ -107,34 +114,44 @@ class Layout:
         branches = Kept(self.lengths_of_segments, self.rates, self.offsets[:, None])
         return branches.keeps(positions[:, None, :, None])
 
-    def firsts(self, positions: Tensor) -> Tensor:
-        """The first position that queries at `positions` `(...)` see, before dilation: `(..., branches)`."""
-        firsts = positions[..., None] // self.lengths_of_segments * self.lengths_of_segments
-        if self.window is not None:
-            firsts[..., -1] = (positions - self.window + 1).clamp(min=0)
-        return firsts
+    def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The first position that queries at `positions` `(...)` see, and the end of those: `(..., branches)`, before dilation.
+
+        Segments leave out the pairs of the window and of the global tokens, and the window those of the global tokens.
+        """
+        firsts = self._starts(positions)
+        if self.near.window:
+            firsts[..., self.ring] = positions - self.near.window + 1
+        return firsts.maximum(self.least), (positions[..., None] + 1 - self.apart).minimum(self.ends)
+
+    def _starts(self, positions: Tensor) -> Tensor:
+        """Where the segments of `positions` `(...)` begin, `(..., branches)`."""
+        return positions[..., None] // self.lengths_of_segments * self.lengths_of_segments
 
     def stored_seen(self, positions: Tensor, lengths: Tensor, keeps: Tensor) -> list[Tensor]:
         """Which rows queries at `positions` `(B, T)` see after `lengths` `(B,)` tokens, per branch `(B, heads, T, rows)`.
 
         Each query is the last token or a later one: the rows of its segment are stored up to the last token.
         """
-        firsts = self.firsts(positions)
-        limits = torch.where(keeps, (lengths[:, None, None] - firsts)[:, None] - self.offsets[:, None], 0)
-        masks = [x < limits[..., i, None] for i, x in enumerate(self.places)]  # `limits`: (B, heads, T, branches)
-        if self.window is not None:
-            stored = self._in_window(lengths[:, None, None] - 1, self.places[-1])[:, :, None]
-            masks[-1] = (stored >= firsts[:, None, :, -1:]).expand_as(masks[-1])
+        (firsts, ends), starts = self.bounds(positions), self._starts(positions)
+        limits = ((x - starts)[:, None] - self.offsets[:, None] for x in (firsts, ends.minimum(lengths[:, None, None])))
+        lower, upper = limits  # (B, heads, T, branches)
+        upper = torch.where(keeps, upper, 0)
+        masks = [x < upper[..., i, None] for i, x in enumerate(self.places)]
+        if self.near.global_tokens:
+            masks = [mask & (x >= lower[..., i, None]) for i, (mask, x) in enumerate(zip(masks, self.places))]
+        if self.near.window:
+            stored = self._in_window(lengths[:, None, None] - 1, self.places[self.ring])[:, :, None]
+            masks[self.ring] = (stored >= firsts[:, None, :, self.ring, None]).expand_as(masks[self.ring])
         return masks
 
     def new_seen(self, positions: Tensor, keeps: Tensor) -> list[Tensor]:
         """Which of the tokens at `positions` `(B, T)` these tokens see, per branch `(B, heads, T, tokens of this rank)`."""
         local = slice(self.rank, None, self.num_ranks)
-        keys, firsts = positions[:, None, local], self.firsts(positions)  # (B, 1, tokens of this rank), (B, T, branches)
-        at_or_before = keys <= positions[..., None]
+        keys, (firsts, ends) = positions[:, None, local], self.bounds(positions)  # (B, 1, tokens of this rank), (B, T, branches)
         return [
-            (at_or_before & (keys >= firsts[..., i, None]))[:, None] & keeps[..., i, None] & keeps[:, :, None, local, i]
-            for i in range(len(self.branches))
+            ((keys >= first) & (keys < end))[:, None] & keeps[..., i, None] & keeps[:, :, None, local, i]
+            for i, (first, end) in enumerate(zip(firsts[..., None].unbind(-2), ends[..., None].unbind(-2)))
         ]
 
     def index(self, positions: Tensor) -> Tensor:
@@ -154,7 +171,8 @@ class Layout:
         seen = torch.cat(self.stored_seen(positions[:, None], positions + 1, keeps), dim=-1)  # the token itself is stored
         if self.num_ranks == 1:  # kernels disagree on a row without a key: let it see everything, and drop what it gives
             seen = seen | unreached
-        stores = keeps[:, :, 0] if is_new is None else keeps[:, :, 0] & is_new[:, None, None]
+        stores = keeps[:, :, 0] & (positions[:, None] < self.ends)[:, None]
+        stores = stores if is_new is None else stores & is_new[:, None, None]
         if self.num_ranks > 1:
             stores = stores & (self._row(positions) % self.num_ranks == self.rank)[:, None]
         places = torch.where(stores, self.index(positions)[:, None], -1)
@@ -169,22 +187,25 @@ class Layout:
     def next_plan(self, lengths: Tensor, added: Tensor) -> Plan:
         """The plan of one token per sequence after `lengths` `(B,)` others, stored where `added` `(B,)` is above 0.
 
-        On a CPU, layers of equal layout share it. After the first period, in which a window fills, plans repeat.
+        On a CPU, layers of equal layout share it. Plans repeat after a whole period behind the global tokens: no window and no
+        segment then holds one of them.
         """
         if not reads_freely(lengths):
             return self._plan(lengths, added > 0)
-        positions, counts = tuple(min(p, self.period + p % self.period) for p in lengths.tolist()), added.tolist()
+        first = (1 + ceil_div(self.near.global_tokens, self.period)) * self.period
+        positions, counts = tuple(min(p, first + p % self.period) for p in lengths.tolist()), added.tolist()
         return _plan_of(self, positions, None if all(counts) else tuple(n > 0 for n in counts))
 
     def why_lost(self, new: int, old: int, stored: int, sequence: int) -> str | None:
         """Why a sequence of `old` tokens, after `stored` of which nothing was stored, cannot be cut to `new`; None if it can."""
-        # Token p replaced token p - window. The queries up to p - 1 see the replaced token.
-        if self.window is not None and min(new, self.window - 1) > 0 and stored > max(self.window, new + 1):
+        window, num_global = self.near
+        # Token p replaced token p - window. The queries up to p - 1 see the replaced token, unless it is a global one.
+        if (first := max(new - window + 1, num_global)) < new and stored > first + window:
             return (
-                f"length must keep the keys of the window={self.window} before it stored, got {new} of {old} tokens in sequence "
+                f"length must keep the keys of the window={window} before it stored, got {new} of {old} tokens in sequence "
                 f"{sequence}: later tokens replaced some of them; decode that sequence again, or set records_past before the calls"
             )
-        for w, _ in self.branches if self.window is None else self.branches[:-1]:
+        for w, _ in self.segments:
             if new % w and (stored - 1) // w != new // w:
                 return (
                     f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
@@ -198,7 +219,7 @@ def layouts_of(
 ) -> list[Layout]:
     """One layout for all heads, or with `heads="grouped"` one per branch that some of the heads run."""
     branches, segments = range(len(pattern.branches)), len(pattern.segment_lengths)
-    # A window is the last branch, of all heads.
+    # A window and the global tokens are the last branches, of all heads.
     runs = [(i, *branches[segments:]) for i in range(segments)] if pattern.heads == "grouped" and segments else [tuple(branches)]
     run_here = [run for run in runs if any(head in heads for head in pattern.head_range(run[0], num_heads))]
     return [Layout(pattern, run, heads, num_heads, max_length, like=like, rank=rank, num_ranks=num_ranks) for run in run_here]

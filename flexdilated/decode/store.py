@@ -53,7 +53,8 @@ class Store:
     `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another, finite. `is_marked` `(B, heads, sum of rows, 1)`: which
     were not. `has_marks` `()` is False if none is marked. It is read and set on CPUs alone; calls that cannot read marks set it.
 
-    A window is the last branch. Row `p % size` stores position p until position `p + size` replaces it.
+    After the segments come a window and the global tokens. Row `p % size` of a window stores position p until position `p + size`
+    replaces it. Row `p` of the global tokens stores position p for good.
 
     Over several ranks, row `j` of a branch is row `j // num_ranks` of rank `j % num_ranks`. So every rank has the same number of
     rows, and a segment fills all ranks evenly.
@@ -140,9 +141,10 @@ class Store:
         keeps = layout.keeps(positions[None])  # (1, heads, T, branches)
         is_marked = is_marked[:, :, self.heads.start : self.heads.stop].transpose(1, 2)
         sees = torch.zeros_like(is_marked)
-        for i, first in enumerate(layout.firsts(positions).unbind(-1)):
+        bounds = (x.clamp(0, len(positions)).unbind(-1) for x in layout.bounds(positions))
+        for i, (first, end) in enumerate(zip(*bounds)):
             counts = F.pad((is_marked & keeps[..., i]).cumsum(-1), (1, 0))  # (B, heads, T + 1): marks before each token
-            sees |= keeps[..., i] & (counts[..., 1:] > counts.index_select(-1, first))
+            sees |= keeps[..., i] & (counts.index_select(-1, end) > counts.index_select(-1, first))
         return sees
 
     def put_last(self, new: Tokens, lengths: Tensor, added: Tensor) -> None:

@@ -67,13 +67,21 @@ def dilated_score_mod(
         NotImplementedError: As `dilated_mask_mod`; or if `detach_weights` would change the gradient, which is then not that of any
             score function.
     """
+    score_mod = checked_score_mod(pattern, num_heads, seq_len, num_kv_heads, is_causal=is_causal)
+    return score_mod if has_several(pattern) else None
+
+
+def checked_score_mod(
+    pattern: DilatedPattern, num_heads: int, seq_len: int, num_kv_heads: int | None, *, is_causal: bool
+) -> ScoreMod:
+    """`dilated_score_mod`, which also serves where every pair counts once."""
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
     if pattern.detach_weights and has_several(pattern):
         raise NotImplementedError(
             "pattern must have detach_weights=False, got True: constant mixing weights are the gradient of no score_mod; use "
             "dataclasses.replace(pattern, detach_weights=False), which has the same outputs, or flexdilated.dilated_attention"
         )
-    return uncached(score_mod_of)(pattern, num_heads, num_kv_heads, is_causal) if has_several(pattern) else None
+    return uncached(score_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
 
 
 def has_several(pattern: DilatedPattern) -> bool:

@@ -117,8 +117,8 @@ class XPos(Rotary):
     torch.Size([1, 64, 4, 8])
 
     `zeta_i = (2 i / D + 0.4) / 1.4`. Queries are multiplied by `zeta ** (p / scale_base)`, keys divided by it. To avoid overflow,
-    positions are counted from the middle of the longest segment if the other segments divide it and there is no window: the decay
-    over the whole sequence must then be in the range of float32.
+    positions are counted from the middle of the longest segment if the other segments divide it and there is neither window nor
+    global tokens. Otherwise the decay over the whole sequence must be in the range of float32.
     Source: xPos, arXiv 2212.10554, section 3.2.
 
     Args:
@@ -138,14 +138,15 @@ class XPos(Rotary):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
         if not scale_base > 0.0:
             raise ValueError(f"scale_base must be above 0, got {scale_base}")
-        segments, window = pattern.split("XPos")
+        segments, near = pattern.split("XPos")
         lengths = [length for length, _ in segments]
         longest = max(lengths, default=1)
-        nested = window is None and all(longest % length == 0 for length in lengths)
+        nested = not near and all(longest % length == 0 for length in lengths)
         self.scale_base, self.period = scale_base, longest if nested else None
-        # No segment crosses a multiple of `common_period`. A window crosses every position, so the period exceeds any sequence.
-        self.common_period = math.lcm(*lengths) if window is None else MAX_LENGTH
-        self._has_window = window is not None
+        # No segment crosses a multiple of `common_period`. Pairs of windows and global tokens cross every position, so the period
+        # then exceeds any sequence.
+        self.common_period = MAX_LENGTH if near else math.lcm(*lengths)
+        self._has_near = bool(near)
 
     def forward(
         self, positions: Tensor, *, length: int | None = None, cu_seqlens: Tensor | None = None, dtype: torch.dtype | None = None
@@ -172,7 +173,7 @@ class XPos(Rotary):
         log_growth = self._log_growth(reach)
         if log_growth > MAX_LOG_GROWTH:
             least = math.ceil(reach / (2 * MAX_LOG_GROWTH) * LOG_LARGEST_DECAY)
-            where = "with a window in a sequence of" if self._has_window else "where segments reach over"
+            where = "with a window or global tokens in a sequence of" if self._has_near else "where segments reach over"
             raise ValueError(f"scale_base must be at least {least} {where} {reach} tokens, got {self.scale_base}")
         within = positions if self.period is None else positions % self.period
         if length is None:
@@ -199,7 +200,11 @@ class XPos(Rotary):
         log_growth = self._log_growth(reach)
         if log_growth > MAX_LOG_GROWTH:
             limit = int(2 * MAX_LOG_GROWTH * self.scale_base / LOG_LARGEST_DECAY)
-            lengths = "a window" if self._has_window else f"segment lengths whose least common multiple is {self.common_period}"
+            lengths = (
+                "a window or global tokens"
+                if self._has_near
+                else f"segment lengths whose least common multiple is {self.common_period}"
+            )
             raise ValueError(
                 f"max_length must be at most {limit} in decoding with scale_base={self.scale_base} and {lengths}, got "
                 f"{max_length}; use rotary positions"

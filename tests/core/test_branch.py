@@ -115,7 +115,7 @@ ENTRIES_OF_BRANCHES: dict[str, Entry] = {
 @pytest.mark.parametrize("entry", ["planner", "picture", "picture of blocks", *ENTRIES_OF_BRANCHES])  # others: tests/doors
 def test_consumers_refuse_a_kind_of_branch_that_they_do_not_know(entry: str) -> None:
     with pytest.raises(
-        NotImplementedError, match=r"^[\w' ]+ must get branches of kind Segments, Window or GlobalTokens, got a branch of kind Comet: Comet"
+        NotImplementedError, match=r"^[\w' ]+ must get branches of kind Segments, .* got a branch of kind Comet: Comet"
     ):
         (ENTRIES | ENTRIES_OF_BRANCHES)[entry](COMET, 4)
 
@@ -130,7 +130,7 @@ def test_the_unknown_kind_is_named_wherever_it_stands(branches: tuple[object, ..
         lambda: pattern.offset(branch, 0, 4),
         lambda: pattern.head_range(branch, 4),
     ):
-        with pytest.raises(NotImplementedError, match=r"^[\w ]+ must get branches of kind Segments, Window or GlobalTokens, got a branch of kind Comet"):
+        with pytest.raises(NotImplementedError, match=r"^[\w ]+ must get branches of kind .* got a branch of kind Comet"):
             call()
 
 

@@ -41,8 +41,10 @@ from tests.distributed.models import build, draw_tokens
 from tests.distributed.processes import exactly
 from tests.tolerances import EXACT, assert_twice_naive
 
+FIRST = DilatedPattern((5, 28), (1, 3), window=4, global_tokens=7)
 
-@pytest.mark.parametrize("pattern", [RAGGED, GROUPED], ids=str)
+
+@pytest.mark.parametrize("pattern", [RAGGED, GROUPED, FIRST], ids=str)
 def test_sinks_count_once_whatever_the_ranks(pattern: DilatedPattern) -> None:
     """One that no softmax sees, too, and rows of keys that some ranks lack."""
     inputs, sinks = draw(), torch.linspace(-3.0, 4.0, HEADS * GROUP, dtype=torch.float64)
@@ -57,6 +59,8 @@ def random_pattern(chance: random.Random) -> DilatedPattern:
     return DilatedPattern(
         tuple(lengths),
         tuple(chance.randint(1, min(length, 6)) for length in lengths),
+        window=chance.choice([None, 6]),
+        global_tokens=chance.choice([0, 5, 31]),
         heads=chance.choice(["all", "grouped"]),
         offsets=chance.choice(["blocked", "interleaved"]),
     )
@@ -93,7 +97,7 @@ def test_a_prompt_in_shards_and_steps_after_it_equal_one_process(size: int, seed
     assert all(torch.equal(out[:, prompt:], outs[0][:, prompt:]) for out in outs)  # the same bits
 
 
-@pytest.mark.parametrize(("pattern", "size"), [(LONGNET, 2), (RAGGED, 3), (GROUPED, 16)], ids=str)
+@pytest.mark.parametrize(("pattern", "size"), [(LONGNET, 2), (RAGGED, 3), (GROUPED, 16), (FIRST, 3)], ids=str)
 def test_each_rank_holds_its_share_of_the_rows(pattern: DilatedPattern, size: int) -> None:
     one = make(pattern)
 
@@ -150,13 +154,14 @@ def test_a_mark_reaches_who_sees_it_and_nobody_else(chunks: tuple[Any, ...], poi
         torch.testing.assert_close(out, expected, **EXACT, equal_nan=True)
 
 
-def test_calls_are_taken_back_and_sequences_change_places() -> None:
+@pytest.mark.parametrize("pattern", [GROUPED, FIRST], ids=str)
+def test_calls_are_taken_back_and_sequences_change_places(pattern: DilatedPattern) -> None:
     inputs, wrong = draw(), draw(TOKENS + 1)
-    expected = full(inputs, GROUPED)
+    expected = full(inputs, pattern)
     rows = torch.tensor([2, 0, 2, 1])
 
     def work(make: Callable[..., DilatedKVCache]) -> None:
-        cache = make(GROUPED)
+        cache = make(pattern)
         prefill(cache, inputs, (9, 4, 0))
         cache.records_past = True
         done = 13
@@ -222,7 +227,7 @@ def test_recorded_shards_and_caches_out_of_step_are_refused() -> None:
 @torch.no_grad()
 def test_a_prompt_by_each_exchange_and_steps_equal_one_process(rank: int, mesh: DeviceMesh) -> None:
     inputs, shards = draw(), (13, 11)
-    for pattern, exchange in ((LONGNET, "auto"), (RAGGED, "ring"), (GROUPED, "heads")):
+    for pattern, exchange in ((LONGNET, "auto"), (RAGGED, "ring"), (GROUPED, "heads"), (FIRST, "auto")):
         cache, expected = make(pattern, exchange=exchange, mesh=mesh), full(inputs, pattern)
         assert cache.mesh is mesh
         torch.testing.assert_close(prefill(cache, inputs, shards), expected[:, :24], **EXACT)

@@ -1,8 +1,9 @@
-"""The cache under a window: any chunks, lengths, marks, crops and orders, on one rank and over several, equal the definition."""
+"""The cache under a window and global tokens: any chunks, lengths, marks, crops and orders, on any ranks, equal the definition."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedKVCache, DilatedPattern
-from tests.decoding import BATCH, DIM, full, make, padded_chunk, sees
+from flexdilated.nn import LongNetConfig, LongNetLM
+from tests.decoding import BATCH, DIM, draw, feed, feed_all, full, make, padded_chunk, sees
 from tests.distributed.caches import prefill, random_shards, simulate
 from tests.tolerances import EXACT
 
 SEGMENTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((), ()), ((7,), (1,)), ((5, 11), (1, 2)), ((13,), (3,)))
+FIRST = DilatedPattern((6, 8), (1, 2), window=3, global_tokens=5)
 LOST = "length must keep the keys of the window=|length must end in the segment that is stored"
 
 
@@ -29,8 +32,10 @@ class Stored:
     """By loops over integers, the tokens of one sequence that a cache still stores, per branch."""
 
     def __init__(self, pattern: DilatedPattern) -> None:
+        first = pattern.global_tokens  # whose rows nothing overwrites
         self.starts: list[tuple[int, Callable[[int], int]]] = [(w, lambda p, w=w: p // w * w) for w in pattern.segment_lengths]
-        self.starts.append((pattern.window, lambda p: max(0, p - pattern.window + 1)))
+        if pattern.window is not None:
+            self.starts.append((pattern.window, lambda p: max(first, p - pattern.window + 1)))
         self.rows: list[dict[int, int]] = [{} for _ in self.starts]
 
     def write(self, positions: range) -> None:
@@ -49,14 +54,18 @@ def run_case(seed: int, make_cache: Callable[..., DilatedKVCache], size: int = 1
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     heads, group, (lengths, rates) = chance.choice([2, 3]), chance.choice([1, 2]), chance.choice(SEGMENTS)
     window, rule = chance.choice([1, 2, 3, 5, 8, 17, 50]), chance.choice(["all", "grouped"])
-    pattern, tokens = DilatedPattern(lengths, rates, window=window, heads=rule), chance.randint(3, 41)
+    near = {"window": chance.choice([window, window, None]), "global_tokens": chance.choice([0, 1, 4, 9, 60])}
+    if not any((*near.values(), lengths)):
+        near["global_tokens"] = 3
+    pattern, tokens = DilatedPattern(lengths, rates, heads=rule, **near), chance.randint(3, 41)
     max_length, records = chance.choice([None, tokens, tokens + 3]), chance.random() < 0.4
     sizes = heads * group, heads, heads
     inputs = tuple(torch.randn(BATCH, tokens, h, DIM, dtype=torch.float64, generator=generator) for h in sizes)
     poisoned = torch.rand(BATCH, tokens, heads, generator=generator) < chance.choice([0.0, 0.1])
     cache = make_cache(pattern, num_kv_heads=heads, max_length=max_length)
     if not lengths:
-        assert cache.rows_per_head == (-(-min(window, max_length or window) // size),) * heads  # whatever the number of tokens
+        rows = (-(-min(x, max_length or x) // size) for x in near.values() if x)
+        assert cache.rows_per_head == (sum(rows),) * heads  # whatever the number of tokens
     at, stored, taken, rejected = [0] * BATCH, [Stored(pattern) for _ in range(BATCH)], 0, 0
     expected = definition(inputs, pattern, poisoned)
     if size > 1 and not records and chance.random() < 0.7:
@@ -144,3 +153,53 @@ def test_crop_names_the_window_and_takes_its_last_token() -> None:
     with pytest.raises(ValueError, match=r"^length must keep the keys of the window=5 before it .* got 7 of 8 tokens in"):
         cache.crop(7)
     cache.crop(0)
+
+
+def test_nothing_overwrites_global_tokens() -> None:
+    inputs, cache = draw(), make(DilatedPattern(window=5, global_tokens=4))
+    expected = full(inputs, cache.pattern)
+    for first, last in ((4, 50), (3, 50), (4, 9), (6, 9), (7, 9)):  # token 9 would overwrite token 4
+        feed(cache, inputs, int(cache.lengths[0]), last)
+        cache.crop(first)
+        torch.testing.assert_close(feed(cache, inputs, first, 11), expected[:, first:11], **EXACT)
+        cache.crop(0)
+
+
+@pytest.mark.parametrize("global_tokens", [0, 1, 5, 6, 7, 30])
+@pytest.mark.parametrize("pattern", [FIRST, DilatedPattern((6,), (4,)), DilatedPattern(window=6), DilatedPattern(global_tokens=9)])
+def test_plans_repeat_behind_the_global_tokens(pattern: DilatedPattern, global_tokens: int) -> None:
+    pattern = dataclasses.replace(pattern, global_tokens=global_tokens or pattern.global_tokens)
+    (layout,) = (store.layout for store in make(pattern)._stores)
+    seen = set()
+    for position in range(5 * layout.period + pattern.global_tokens):
+        at = torch.tensor([position])
+        plan, exact = layout.next_plan(at, torch.ones_like(at)), layout._plan(at, None)
+        assert torch.equal(plan.bias, exact.bias)
+        stored = ~exact.unstored.expand_as(exact.places)
+        assert torch.equal(plan.places[stored], exact.places[stored])
+        seen.add(id(plan))
+    assert len(seen) <= 3 * layout.period + pattern.global_tokens
+
+
+@pytest.mark.parametrize("global_tokens", [0, 5])
+def test_a_step_compiles_once(global_tokens: int) -> None:
+    torch.compiler.reset()
+    pattern = DilatedPattern((5,), (2,), window=7, global_tokens=global_tokens)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    inputs = tuple(torch.randn(BATCH, 31, heads, DIM, dtype=torch.float64) for heads in (4, 2, 2))
+    cache = make(pattern, num_kv_heads=2)
+    prompt = feed_all(cache, inputs, 0, 3)
+    cache.attend = torch.compile(cache.attend, backend=counter, fullgraph=True)  # type: ignore[method-assign]
+    out = feed_all(cache, inputs, *range(3, 32))
+    torch.testing.assert_close(torch.cat([prompt, out], dim=1), full(inputs, pattern), **EXACT)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("pattern", [DilatedPattern(window=5), DilatedPattern((8,), (2,), window=3), FIRST], ids=str)
+def test_a_language_model_generates_what_the_whole_sequence_gives(pattern: DilatedPattern) -> None:
+    torch.manual_seed(3)
+    config = LongNetConfig(vocab_size=31, embed_dim=16, num_layers=2, num_heads=2, pattern=pattern, position="rotary")
+    lm, tokens = LongNetLM(config).eval(), torch.randint(31, (2, 9))
+    for _ in range(14):
+        tokens = torch.cat([tokens, lm(tokens)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(lm.generate(tokens[:, :9], max_new_tokens=14, temperature=0.0), tokens[:, 9:])

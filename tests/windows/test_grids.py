@@ -15,6 +15,7 @@ from torch.export import Dim, export
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, dilated_attention, reference
+from flexdilated.core.branch import Near
 from flexdilated.export import portable
 from flexdilated.nn.position import XPos
 from tests.backends.mods import Mods, with_lse
@@ -88,19 +89,21 @@ def test_a_portable_program_serves_every_length(is_causal: bool) -> None:
         torch.testing.assert_close(served(x), Attention()(x), **SINGLE)
 
 
-def test_xpos_decays_over_a_whole_sequence_under_a_window() -> None:
+@pytest.mark.parametrize("near", [Near(window=3), Near(global_tokens=2), Near(3, 2)], ids=str)
+def test_xpos_decays_over_a_whole_sequence_under_a_window_or_global_tokens(near: Near) -> None:
     q, k = torch.randn(2, 1, 1009, 1, HEAD_DIM, dtype=torch.float64)
-    pattern, positions = DilatedPattern((16,), (1,), window=3), torch.arange(1009)
+    positions = torch.arange(1009)
+    pattern = DilatedPattern((16,), (1,), window=near.window or None, global_tokens=near.global_tokens)
     position = XPos(HEAD_DIM, pattern, scale_base=8.0)
-    with pytest.raises(ValueError, match=r"^scale_base must be at least 8 with a window in a sequence of 1009 tokens, got 7.0$"):
+    where = "with a window or global tokens in a sequence of 1009 tokens"
+    with pytest.raises(ValueError, match=rf"^scale_base must be at least 8 {where}, got 7.0$"):
         XPos(HEAD_DIM, pattern, scale_base=7.0)(positions)
     expected = xpos_scores(q, k, positions, 8.0)
-    near = (positions[:, None] - positions).abs() < 3
+    joined = near.joins(positions[:, None], positions)
     for rotation in (position(positions, dtype=q.dtype), position.decode(positions[None], max_length=1009, dtype=q.dtype)):
-        torch.testing.assert_close(scores(*rotation.apply(q, k))[..., near], expected[..., near], **EXACT)
-    with pytest.raises(
-        ValueError, match=r"^max_length must be at most 1021 in decoding with scale_base=8.0 and a window, got None;"
-    ):
+        torch.testing.assert_close(scores(*rotation.apply(q, k))[..., joined], expected[..., joined], **EXACT)
+    message = r"^max_length must be at most 1021 in decoding with scale_base=8.0 and a window or global tokens, got None;"
+    with pytest.raises(ValueError, match=message):
         position.decode(positions[None])
 
 

@@ -25,7 +25,7 @@ from flexdilated.hub.transformers.context import Context, context_of
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
 from flexdilated.hub.transformers.patterns import NAME, check_type, pattern_of_layer, record_implementation, refuse_crossing
 from flexdilated.hub.transformers.positions import borders_of, borders_of_positions, moved, real_first, refuse_documents
-from flexdilated.masks import dilated_score_mod
+from flexdilated.masks.functions import checked_score_mod
 
 # Options of a call that change what is computed, and what to say when one is set.
 REFUSED = {
@@ -246,8 +246,8 @@ def _decode(
 ) -> Tensor:
     """Some queries over all keys of a cache, `(B, queries, H, D)`, by the pattern's rule on their positions.
 
-    One softmax over the union of the branches: the score plus the log of how many of them join the pair. A sink is one more key,
-    of value 0.
+    One softmax over the union of the branches: the score plus the log of how often the pair counts. A sink is one more key, of
+    value 0.
     """
     if borders is not None:
         raise NotImplementedError(
@@ -264,14 +264,14 @@ def _decode(
     key_positions, query_positions = mask[:, 0, 0, :num_keys], mask[:, 0, 0, num_keys:]
     first_head, total_kv_heads = (0, k.shape[2]) if shard is None else (shard.first_query, shard.total_key)
     group = num_heads // k.shape[2] if shard is None else shard.group
-    count = dilated_score_mod(pattern, group * total_kv_heads, seq_len=num_keys, is_causal=True, num_kv_heads=total_kv_heads)
+    count = checked_score_mod(pattern, group * total_kv_heads, num_keys, total_kv_heads, is_causal=True)
     batch = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1, 1)
     heads = torch.arange(first_head, first_head + num_heads, device=q.device).view(1, -1, 1, 1)
     dtype = torch.promote_types(q.dtype, torch.float32)
     bias = torch.zeros(q.shape[0], num_heads, q.shape[1], num_keys, dtype=dtype, device=q.device)
     bias = count(bias, batch, heads, query_positions[:, None, :, None], key_positions[:, None, None])
     ignored = key_positions < 0
-    bias = bias.masked_fill(ignored[:, None, None], -math.inf)  # a window joins position -1 too
+    bias = bias.masked_fill(ignored[:, None, None], -math.inf)  # a window and global tokens join position -1 too
     # Rows that were never written, or are padding, may hold anything.
     k, v = (x.to(dtype).masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     empty = (bias == -math.inf).all(-1, keepdim=True)

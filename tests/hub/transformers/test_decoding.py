@@ -39,6 +39,8 @@ KINDS |= {
     "long window, far branch": ("Llama", DilatedPattern.causal(64, 2, window=40)),
     "window, segments, sinks": ("GptOss", MIXED),
     "window, segments, soft cap": ("Gemma2", MIXED),
+    "first tokens": ("Llama", DilatedPattern(global_tokens=3)),
+    "first tokens, window, segments, sinks": ("GptOss", DilatedPattern((5, 23), (1, 2), window=3, global_tokens=4)),
 }
 FAMILIES = {
     "Llama": {},
