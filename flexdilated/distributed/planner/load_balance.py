@@ -40,9 +40,7 @@ class HeadParts(NamedTuple):
         return HeadParts(*(x[chosen] for x in self))
 
 
-def _scored(
-    rows: Any, low: Any, high: Any, cut: CutSegments, *, skipped: int | Integers = 0, apart: int | Integers = 0
-) -> Any:
+def _scored(rows: Any, low: Any, high: Any, cut: CutSegments, *, skipped: int | Integers = 0, apart: int | Integers = 0) -> Any:
     """The number of far pairs that the queries `low ... high` score in a segment of `rows` rows; numbers or arrays.
 
     Args:
@@ -196,11 +194,12 @@ def _parts_of_segment(
     segments = cut.all_segments
     rate, heads = cut.kept[int(segments.branch[segment])]
     size = int(segments.size[segment])
-    # Of the first offset; others keep as many or one less.
-    rows, skipped = -(-size // rate), -(-int(segments.skipped[segment]) // rate)
+    skipped, apart = -(-int(segments.skipped[segment]) // rate), cut.near.far_rows(rate)
+    start = skipped + apart if cut.is_causal else skipped  # queries before it have near pairs alone
+    rows = max(1, -(-size // rate) - start)  # of the first offset; others keep as many or one less
 
     def pairs_of(first: int, end: int) -> int:
-        return int(_scored(rows, first, end, cut, skipped=skipped, apart=cut.near.far_rows(rate)))
+        return int(_scored(start + rows, start + first, start + end, cut, skipped=skipped, apart=apart))
 
     shares = _shares([pairs[rank] for rank in ranks], tokens, pairs_of(0, rows) * len(heads))
     ends = _ends(np.array(shares), len(heads), rows, is_causal=cut.is_causal)
@@ -210,7 +209,8 @@ def _parts_of_segment(
             places = 1 if first else max(1, (end - begin) // rows)
             last = min(rows, end - place * rows)
             pairs[rank] += places * pairs_of(first, last)
-            yield segment, place, places, rank, first * rate, size if last == rows else last * rate
+            low, high = (start + first) * rate if first else 0, size if last == rows else (start + last) * rate
+            yield segment, place, places, rank, low, high
             begin = (place + places - 1) * rows + last
 
 

@@ -45,8 +45,8 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
     """The tasks of a rank, in the order in which branches are computed. Lanes of equal shape are one task."""
     parts, segments = plan.parts(exchange), plan.all_segments
     parts = parts.where(parts.executor == rank)
-    order = np.argsort([branch_order(plan.pattern).index(branch) for branch in segments.branch[parts.segment]], kind="stable")
-    parts = parts.where(order.astype(np.int64))
+    place_of_branch = np.argsort(branch_order(plan.pattern))
+    parts = parts.where(np.argsort(place_of_branch[segments.branch[parts.segment]], kind="stable"))
     lanes_by_shape: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for far in plan.far_parts(parts.segment, parts.low, parts.high):
         columns = (parts.segment, parts.place, parts.places, far.query, far.query_end, far.key, far.key_end)
@@ -72,7 +72,7 @@ def _tasks_of_part(
     `slots`: the first query, the end of queries, the first key, and the end of keys, as in `FarParts`.
     """
     rate = plan.kept[int(segment.branch)].rate
-    limits = (segment.size, segment.padded, *slots)
+    limits: tuple[Any, ...] = (segment.size, segment.padded, *slots)
     rows, padded, first, end, first_key, end_key = (kept_below(slot, rate, offsets).tolist() for slot in limits)
     apart = plan.near.far_rows(rate)
     band = (-UNBOUNDED, -apart if plan.is_causal or apart else UNBOUNDED) if is_before else (apart, UNBOUNDED)
@@ -142,15 +142,14 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
             # The whole segments of the branch that keeps everything cover a shard that cuts none of them.
             covers = not _touches(plan, branch, rank)
         covers = covers and branch == everything_kept(plan.pattern)
-        pattern, options = plan.pattern, {"within": plan.within, "covers": covers}
+        groups = [(plan.pattern, documents)]
         if branch >= len(plan.lengths) and plan.near.global_tokens and documents and start[0] < begin:
-            # The first part of a document has fewer global tokens, or none.
-            first_part, *documents = documents
-            global_tokens = max(0, plan.near.global_tokens - begin + int(start[0]))
-            if global_tokens or isinstance(pattern.branches[branch], Window):
-                fewer = replace(pattern, global_tokens=global_tokens)
-                pieces += document_pieces(fewer, branch, [first_part], plan.num_heads, plan.is_causal, **options)
-        pieces += document_pieces(pattern, branch, documents, plan.num_heads, plan.is_causal, **options)
+            # A document that began before the shard has fewer global tokens in it, or none.
+            groups, left = [(plan.pattern, documents[1:])], max(0, plan.near.global_tokens - begin + int(start[0]))
+            if left or isinstance(plan.pattern.branches[branch], Window):
+                groups.append((replace(plan.pattern, global_tokens=left), documents[:1]))
+        for pattern, those in groups:
+            pieces += document_pieces(pattern, branch, those, plan.num_heads, plan.is_causal, within=plan.within, covers=covers)
     return tuple(pieces)
 
 

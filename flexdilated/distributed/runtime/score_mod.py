@@ -1,8 +1,9 @@
 """Users' score and mask functions over shards, and FlexAttention: rows travel by operations that autograd differentiates.
 
 Either rows of keys and values come to the ranks of the queries ("gather"), or rows of heads to the ranks that compute them, and
-their outputs back ("heads"). Autograd sees the tensors between the messages. So tensors that the functions hold get gradients: on
-each rank, those of the pairs that it scores. The sum over the ranks is the whole gradient.
+their outputs back ("heads"). Under both, queries of global tokens that see every key go to the ranks of the keys. Autograd sees the
+tensors between the messages. So tensors that the functions hold get gradients: on each rank, those of the pairs that it scores. The
+sum over the ranks is the whole gradient.
 """
 
 from __future__ import annotations
