@@ -122,7 +122,8 @@ def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
     costs = [*ours, *_all_keys(plan, layer), _ulysses(plan, layer)]
     if not with_pairs:
         return costs
-    # The ring of everything and the all-gather compute what gather computes: the rows of a rank's own queries.
+    # The ring of everything and the all-gather compute what gather computes: the rows of a rank's own queries. Without causality
+    # gather computes the few queries that are global tokens where their keys are: the sum over ranks is equal.
     pairs = {name: cost_model.pairs(plan, name) for name in ("gather", "heads")}
     pairs |= dict.fromkeys(("ring", "ring-all", "all-gather"), pairs["gather"])
     if costs[-1].why_not is None:

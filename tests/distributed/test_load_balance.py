@@ -84,6 +84,15 @@ def test_narrow_segments_are_dealt_before_the_wide_ones_that_level_them(is_causa
     assert ratios[0] < 1.03
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_far_pairs_are_assigned_without_near_ones(is_causal: bool) -> None:
+    plan = plan_of(DilatedPattern((6400,), (2,), window=900, global_tokens=50), 6400, 10, 4, is_causal=is_causal)
+    pairs = cost_model.pairs(plan, "heads")
+    assert plan.assigned.all()
+    assert pairs.max() < 1.05 * pairs.mean()
+    assert pairs.sum() == plan.pattern.count_pairs(6400, 4, is_causal=is_causal)
+
+
 def test_one_causal_head_over_many_ranks_is_cut_by_its_queries() -> None:
     plan = plan_of(DilatedPattern((MILLION,), (16,)), MILLION, 16, 1, is_causal=True)
     parts = plan.parts("heads")

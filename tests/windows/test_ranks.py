@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,25 +16,28 @@ from flexdilated import DilatedPattern
 from flexdilated.backends.dense.windows import band_blocks
 from flexdilated.core.pieces import UNBOUNDED
 from flexdilated.distributed.planner import cost_model, message_rows
-from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
+from flexdilated.distributed.planner.plan import EXCHANGES, KINDS, ContextPlan
+from flexdilated.reference import joined_rows
 from tests.backends.mods import Mods
 from tests.distributed import functions, simulation
 from tests.distributed.cases import ShardedCase, random_case
 
 
 def drawn(seed: int, num_ranks: int) -> ShardedCase:
-    """A random case with a window, alone or beside segments."""
+    """A random case with a window, global tokens or both, alone or beside segments."""
     rng = random.Random(seed)
     case = random_case(seed, num_ranks, longest=70)
     window = rng.choice([2, 3, rng.randint(1, 20), rng.randint(1, 20), case.num_tokens + 5])
-    alone = DilatedPattern(window=window, detach_weights=case.pattern.detach_weights)
-    return replace(case, pattern=alone if rng.random() < 0.3 else replace(case.pattern, window=window))
+    first = rng.choice([0, 0, 1, rng.randint(1, 9), rng.randint(1, 30), case.num_tokens + 5])
+    near: dict[str, Any] = {"window": None if first and rng.random() < 0.3 else window, "global_tokens": first}
+    beside = replace(case.pattern, zero_padding=False, detach_weights=False, **near)
+    return replace(case, pattern=DilatedPattern(**near) if rng.random() < 0.3 else beside)
 
 
-def of(window: int, shard_lengths: tuple[int, ...], **options: object) -> ShardedCase:
-    """A window beside segments of rate 2, whose gradient takes the weights of branches as constants on request."""
-    pattern = DilatedPattern((12,), (2,), window=window, detach_weights=bool(options.pop("detach_weights", False)))
-    return ShardedCase(pattern, shard_lengths=shard_lengths, group=2, **options)  # type: ignore[arg-type]
+def of(window: int | None, shard_lengths: tuple[int, ...], *, global_tokens: int = 0, **options: Any) -> ShardedCase:
+    """Near pairs beside segments of rate 2."""
+    pattern = DilatedPattern((12,), (2,), window=window, global_tokens=global_tokens)
+    return ShardedCase(pattern, shard_lengths=shard_lengths, group=2, **options)
 
 
 EDGES = {
@@ -39,7 +45,10 @@ EDGES = {
     "over shards shorter than it, some empty": of(9, (3, 0, 2, 1, 0, 5, 3, 11), is_causal=True),
     "of documents that end where shards do": of(5, (7, 5, 11), borders=(0, 7, 7, 12, 23)),
     "of documents in several shards": of(6, (4, 3, 0, 9), is_causal=True, borders=(0, 2, 11, 16)),
-    "whose weights are constant, causal": of(7, (3, 17, 2, 5), detach_weights=True, is_causal=True),
+    "beside global tokens of several shards": of(4, (3, 0, 2, 17, 5), global_tokens=7, ignored=0.2),
+    "beside global tokens of several shards, causal": of(7, (3, 17, 2, 5), global_tokens=21, is_causal=True),
+    "beside global tokens of documents": of(3, (3, 0, 17, 5), global_tokens=4, borders=(0, 6, 6, 18, 25)),
+    "none, and all tokens global": of(None, (5, 7, 0, 3), global_tokens=99),
     "as long as a shard": of(8, (8, 8, 8), ignored=0.5),
 }
 
@@ -64,15 +73,14 @@ def test_functions_see_positions_of_windows_over_ranks(exchange: str, backend: s
     monkeypatch.setattr("flexdilated.distributed.runtime.score_mod.MOST_CHUNK", 3)  # queries of a task: several chunks
     for seed in range(4):
         case = drawn(seed, 2 + seed % 3)
-        alone = DilatedPattern(window=4, detach_weights=True)
-        case = replace(case, pattern=replace(case.pattern, zero_padding=False) if seed else alone)
+        case = case if seed else replace(case, pattern=DilatedPattern(window=4, global_tokens=2))
         functions.check(case, Mods(("table", "alibi", None)[seed % 3], ("thirds", None)[seed % 2], seed), exchange, backend)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_backward_of_a_window_drops_what_the_forward_dropped(exchange: str) -> None:
+def test_backward_of_near_pairs_drops_what_the_forward_dropped(exchange: str) -> None:
     """The output is linear in the values: the products of both with their gradients are equal."""
-    case = of(6, (9, 4, 12), detach_weights=True)
+    case = of(6, (9, 4, 12), global_tokens=3)
     found, *_ = simulation.simulate(case, exchange, dropout_p=0.4, seed=5)
     given = case.named()
     torch.testing.assert_close((found["out"] * given["dout"]).sum(), (found["dv"] * given["v"]).sum())
@@ -98,31 +106,49 @@ def test_kernel_calls_of_a_band_are_its_pairs_and_no_row_without_a_key() -> None
         assert found == Counter((i, j) for i in range(*queries) for j in range(*keys) if low <= j - i <= high)
 
 
-def seen(plan: ContextPlan, rank: int) -> list[tuple[int, int]]:
-    """The tokens of the pairs of a window whose queries a rank holds."""
-    window = plan.pattern.window
-    assert window is not None
-    return [
-        (i, j)
-        for first, tokens in plan.documents
-        for i in range(max(first, plan.borders[rank]), min(first + tokens, plan.borders[rank + 1]))
-        for j in range(first, i + 1 if plan.is_causal else first + tokens)
-        if abs(i - j) < window
-    ]
+def far_executors(plan: ContextPlan, branch: int, head: int, exchange: str) -> dict[int, int]:
+    """The rank that computes the pairs of a query of cut segments, where it is another than the query's."""
+    parts, found = plan.parts(exchange), {}
+    for number, place, places, rank, low, high in zip(*(column.tolist() for column in parts)):
+        segment = plan.all_segments.where(number)
+        if segment.branch == branch and head in [held for held, _ in plan.kept[branch].heads[place : place + places]]:
+            found |= dict.fromkeys(range(int(segment.token) + low, int(segment.token) + high), rank)
+    return found
 
 
-def test_rows_and_pairs_of_a_window_are_added_to_those_of_segments() -> None:
-    for seed in range(15):
-        case = drawn(seed, 2 + seed % 5)
-        plan, pairs = case.plan(), cost_model.pairs(case.plan(), "gather")
-        others = replace(case, pattern=replace(case.pattern, window=None)).plan() if case.pattern.segment_lengths else None
-        for rank in range(plan.num_ranks):
-            held, (found, expected) = range(*plan.borders[rank : rank + 2]), (set(), set())
-            for each, into in ((plan, found), (others, expected)):
-                for message in () if each is None else message_rows.messages(each, "gather", "kv", rank, sent=False):
-                    into.update((h, t) for h, tokens in zip(message.heads.tolist(), message.tokens) for t in tokens.tolist())
-            window = seen(plan, rank)
-            assert found == expected | {(head, j) for _, j in window if j not in held for head in range(case.kv_heads)}
-            pairs[rank] -= len(window) * case.kv_heads
-        assert pairs.tolist() == (0 * pairs if others is None else cost_model.pairs(others, "gather")).tolist()
-        assert plan.is_local == (not plan.spans("gather", "kv").first.size)
+def computed(plan: ContextPlan, exchange: str) -> Iterator[tuple[int, int, int, int]]:
+    """Every pair as the definition has it, with the rank that computes it: `(rank, head, query, key)`."""
+    holder = [rank for rank, length in enumerate(plan.shard_lengths) for _ in range(length)]
+    for branch in range(len(plan.pattern.branches)):
+        for start, num_tokens in plan.documents:
+            _, joined = joined_rows(plan.pattern, branch, num_tokens, plan.num_heads, is_causal=plan.is_causal)
+            for head in range(plan.num_heads):
+                ranks = far_executors(plan, branch, head, exchange) if branch < len(plan.lengths) else {}
+                for i, j in joined[head].nonzero().tolist():
+                    # Without causality, global tokens travel as queries.
+                    is_at_key = branch >= len(plan.lengths) and not plan.is_causal and i < plan.pattern.global_tokens
+                    rank = holder[start + j] if is_at_key else ranks.get(start + i, holder[start + i])
+                    yield rank, head, start + i, start + j
+
+
+@pytest.mark.parametrize("exchange", ["gather", "heads"])
+def test_rows_and_pairs_are_those_that_the_definition_needs(exchange: str) -> None:
+    for seed in range(40):
+        plan = drawn(seed, 2 + seed % 5).plan()
+        pairs = [0] * plan.num_ranks
+        rows: dict[str, list[set[tuple[int, int]]]] = {kind: [set() for _ in pairs] for kind in KINDS}
+        for rank, head, query, key in computed(plan, exchange):
+            pairs[rank] += 1
+            for kind, token in (("q", query), ("kv", key)):
+                if token not in range(*plan.borders[rank : rank + 2]):
+                    rows[kind][rank].add((head, token))
+        assert cost_model.pairs(plan, exchange).tolist() == pairs
+        for kind, rank in product(KINDS, range(plan.num_ranks)):
+            found = {
+                (head, token)
+                for message in message_rows.messages(plan, exchange, kind, rank, sent=False)
+                for head, tokens in zip(message.heads.tolist(), message.tokens)
+                for token in tokens.tolist()
+            }
+            assert found == rows[kind][rank]
+        assert exchange == "heads" or plan.is_local == (not any(map(len, rows["kv"] + rows["q"])))

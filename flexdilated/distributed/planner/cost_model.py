@@ -105,10 +105,10 @@ def buffer_bytes(plan: ContextPlan, exchange: str, *, rows: Counts | None = None
     size = _RowBytes(plan.group, **sizes)
     rows = listed(plan, exchange) if rows is None else rows
     kv, q, out = rows["kv"], rows["q"], rows["out"]
-    queries = (q.received + q.sent) * size.q
+    others = (q.received + q.sent) * size.q + (out.received + out.sent) * size.out
     if exchange == "ring":  # one message is read, one comes, one leaves
-        return (2 * kv.largest_received + kv.largest_sent) * size.kv + queries
-    return (kv.received + kv.sent) * size.kv + queries + (out.received + out.sent) * size.out
+        return (2 * kv.largest_received + kv.largest_sent) * size.kv + others
+    return (kv.received + kv.sent) * size.kv + others
 
 
 def default_budget(plan: ContextPlan, *, head_dim: int, itemsize: int, batch: int = 1) -> int:

@@ -40,16 +40,34 @@ class HeadParts(NamedTuple):
         return HeadParts(*(x[chosen] for x in self))
 
 
-def _scored(rows: Any, low: Any, high: Any, cut: CutSegments) -> Any:
-    """The number of pairs that the queries `low ... high` score in a segment of `rows` rows; numbers or arrays."""
-    if cut.is_causal:
-        return high * (high + 1) // 2 - low * (low + 1) // 2
-    return (high - low) * rows
+def _scored(rows: Any, low: Any, high: Any, cut: CutSegments, *, skipped: int | Integers = 0, apart: int | Integers = 0) -> Any:
+    """The number of far pairs that the queries `low ... high` score in a segment of `rows` rows; numbers or arrays.
+
+    Args:
+        rows, low, high, cut: The segment and the queries.
+        skipped: Rows of global tokens, before the others.
+        apart: Least distance of the rows of a pair.
+    """
+    rows, low, high = rows - skipped, _positive(low - skipped), _positive(high - skipped)
+    if not cut.is_causal and cut.near.window == 0:
+        return (high - low) * rows
+    before = _triangle(high - apart) - _triangle(low - apart)
+    return before if cut.is_causal else before + _triangle(rows - apart - low) - _triangle(rows - apart - high)
+
+
+def _positive(number: Any) -> Any:
+    """The number, or 0 if it is negative. Integers of Python remain such: pairs may be beyond 64 bits."""
+    return number * (number > 0)
+
+
+def _triangle(rows: Any) -> Any:
+    """The number of pairs of a causal square, 0 for a negative number of rows."""
+    return _positive(rows) * (rows + 1) // 2
 
 
 @recent(size=lambda pairs, cut: cut.nbytes)
 def pairs_by_rows(cut: CutSegments) -> Integers:
-    """`(num_ranks,)` pairs if each rank computes its own outputs."""
+    """`(num_ranks,)` pairs if each rank computes its own outputs; those of global tokens count where their keys are."""
     ranks, begin, end, num_tokens, count = cut.document_parts
     pairs = np.zeros(cut.num_ranks, np.int64)
     for length, (rate, heads) in zip(cut.lengths, cut.kept):
@@ -57,15 +75,24 @@ def pairs_by_rows(cut: CutSegments) -> Integers:
         for offset, num_heads in Counter(offset for _, offset in heads).items():
             pairs_before = (_pairs_before(cut, position, num_tokens, w, rate, offset) for position in (begin, end))
             np.add.at(pairs, ranks, -num_heads * count * np.subtract(*pairs_before))
-    if cut.window is not None:
-        scored = _window_pairs(begin, end, cut.window.size)
-        if not cut.is_causal:  # the keys after a query are those before it in the reverse order
-            scored += _window_pairs(num_tokens - end, num_tokens - begin, cut.window.size) - (end - begin)
-        np.add.at(pairs, ranks, cut.num_kept[-1] * count * scored)
+    if cut.near:
+        np.add.at(pairs, ranks, cut.num_kept[-1] * count * _near_pairs(cut, begin, end, num_tokens))
     return pairs
 
 
-def _window_pairs(begin: Integers, end: Integers, size: int) -> Integers:
+def _near_pairs(cut: CutSegments, begin: Integers, end: Integers, num_tokens: Integers) -> Integers:
+    """The near pairs of one head that the holder of tokens `begin ... end` of a document compute."""
+    first = np.minimum(cut.near.global_tokens, num_tokens)
+    rest_begin, rest_end, rest = (np.maximum(position - first, 0) for position in (begin, end, num_tokens))
+    pairs = _window_pairs(rest_begin, rest_end, cut.near.window)
+    if cut.is_causal:  # queries see the global tokens up to their own
+        return pairs + _window_pairs(begin, end, first)
+    if cut.near.window:  # the keys after a query are those before it in the reverse order
+        pairs += _window_pairs(rest - rest_end, rest - rest_begin, cut.near.window) - (rest_end - rest_begin)
+    return pairs + first * (end - begin + rest_end - rest_begin)
+
+
+def _window_pairs(begin: Integers, end: Integers, size: int | Integers) -> Integers:
     """The pairs of a causal window of one head whose queries are between two positions of a document."""
     before, pairs = (causal_window_pairs(np.minimum(size, position), position) for position in (begin, end))
     between: Integers = pairs - before
@@ -73,12 +100,20 @@ def _window_pairs(begin: Integers, end: Integers, size: int) -> Integers:
 
 
 def _pairs_before(cut: CutSegments, position: Integers, num_tokens: Integers, w: Integers, rate: int, offset: int) -> Integers:
-    """The pairs of one head whose queries are before a position of a document."""
+    """The far pairs of one head whose queries are before a position of a document."""
     num_whole: Integers = position // w
     rows, last = (kept_below(size, rate, offset) for size in (w, np.clip(num_tokens - num_whole * w, 0, w)))
     queries = np.minimum(kept_below(position - num_whole * w, rate, offset), last)
-    total: Integers = num_whole * _scored(rows, 0, rows, cut) + _scored(last, 0, queries, cut)
-    return total
+    apart, first = cut.near.far_rows(rate), cut.near.global_tokens
+
+    def skipped(segment: Integers) -> Integers:
+        return kept_below(np.clip(first - segment * w, 0, w), rate, offset)
+
+    without = -(-first // w)  # segments that hold global tokens: only the last of them has other tokens
+    total: Integers = np.maximum(num_whole - without, 0) * _scored(rows, 0, rows, cut, apart=apart)
+    of_last = _scored(rows, 0, rows, cut, skipped=skipped(without - 1), apart=apart)
+    total = total + np.where((0 < without) & (without <= num_whole), of_last, 0)
+    return total + _scored(last, 0, queries, cut, skipped=np.minimum(skipped(num_whole), last), apart=apart)
 
 
 def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:
@@ -88,9 +123,10 @@ def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:
     segment = parts.segment[part]
     branch, size = segments.branch[segment], segments.size[segment]
     rate, offset = cut.rates[branch], offsets[start[branch] + place]
-    rows = kept_below(size, rate, offset)
+    rows, skipped = (kept_below(slots, rate, offset) for slots in (size, segments.skipped[segment]))
     low, high = (np.minimum(kept_below(slot[part], rate, offset), rows) for slot in (parts.low, parts.high))
-    np.add.at(pairs, parts.executor[part], _scored(rows, low, high, cut))
+    scored = _scored(rows, low, high, cut, skipped=skipped, apart=cut.apart[branch] // rate)
+    np.add.at(pairs, parts.executor[part], scored)
     return pairs
 
 
@@ -158,10 +194,12 @@ def _parts_of_segment(
     segments = cut.all_segments
     rate, heads = cut.kept[int(segments.branch[segment])]
     size = int(segments.size[segment])
-    rows = -(-size // rate)  # of the first offset; others keep as many or one less
+    skipped, apart = -(-int(segments.skipped[segment]) // rate), cut.near.far_rows(rate)
+    start = skipped + apart if cut.is_causal else skipped  # queries before it have near pairs alone
+    rows = max(1, -(-size // rate) - start)  # of the first offset; others keep as many or one less
 
     def pairs_of(first: int, end: int) -> int:
-        return int(_scored(rows, first, end, cut))
+        return int(_scored(start + rows, start + first, start + end, cut, skipped=skipped, apart=apart))
 
     shares = _shares([pairs[rank] for rank in ranks], tokens, pairs_of(0, rows) * len(heads))
     ends = _ends(np.array(shares), len(heads), rows, is_causal=cut.is_causal)
@@ -171,7 +209,8 @@ def _parts_of_segment(
             places = 1 if first else max(1, (end - begin) // rows)
             last = min(rows, end - place * rows)
             pairs[rank] += places * pairs_of(first, last)
-            yield segment, place, places, rank, first * rate, size if last == rows else last * rate
+            low, high = (start + first) * rate if first else 0, size if last == rows else (start + last) * rate
+            yield segment, place, places, rank, low, high
             begin = (place + places - 1) * rows + last
 
 

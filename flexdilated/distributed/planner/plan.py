@@ -25,7 +25,7 @@ KINDS = ("kv", "q")  # keys with values, queries; outputs with their lse go back
 class Spans(NamedTuple):
     """Intervals of tokens that one rank sends to another. Every field is a `(spans,)` array, ordered by branch, then by token.
 
-    For span `i`, rank `sender` sends the tokens `first ... end` of a segment or window to rank `receiver`, for the heads
+    For span `i`, rank `sender` sends the tokens `first ... end` of a segment or of near pairs to rank `receiver`, for the heads
     `place ... place + places` of the branch. Of these tokens a head with offset `o` needs every r-th one, those with
     `(token - origin) % r == o`, if `(o - residue) % r < residues`, and no token otherwise.
     """
@@ -35,7 +35,7 @@ class Spans(NamedTuple):
     sender: Integers  # rank
     first: Integers  # token of the whole sequence
     end: Integers  # token of the whole sequence, exclusive
-    origin: Integers  # first token of the segment; arbitrary for a window
+    origin: Integers  # first token of the segment; arbitrary for near pairs
     residue: Integers  # first offset that takes part
     residues: Integers  # number of offsets that take part, modulo the rate
     place: Integers  # index of the first head, among the branch's heads of these ranks
@@ -94,29 +94,29 @@ class ContextPlan(CutSegments):
         receivers, senders = (everyone if ranks is None else ranks for ranks in (receivers, senders))
         parts = self.parts(exchange)
         parts = parts.where((receivers.start <= parts.executor) & (parts.executor < receivers.stop))
-        segments, low, high = self.all_segments.where(parts.segment), parts.low, parts.high
-        if kind == "kv":
-            low, high = np.zeros_like(low), high if self.is_causal else segments.size
-        rate = self.rates[segments.branch]
-        wanted = Spans(
-            branch=segments.branch,
-            receiver=parts.executor,
-            sender=parts.executor,
-            first=segments.token + low,
-            end=segments.token + high,
-            origin=segments.token,
-            # Fewer queries than the rate ask for nothing of other offsets.
-            residue=parts.low % rate,
-            residues=np.minimum(parts.high - parts.low, rate),
-            place=parts.place,
-            places=parts.places,
-        )
-        if kind == "kv":
-            rank, _, _, key, key_end = self.window_parts
-            branch, none, heads = (np.full_like(rank, number) for number in (len(self.rates) - 1, 0, self.num_kept[-1]))
-            near = Spans(branch, rank, rank, key, key_end, origin=key, residue=none, residues=none + 1, place=none, places=heads)
-            near = near.where((receivers.start <= rank) & (rank < receivers.stop))
-            wanted = Spans(*(np.concatenate(columns) for columns in zip(wanted, near)))
+        segments, rate = self.all_segments.where(parts.segment), self.rates[self.all_segments.branch[parts.segment]]
+        found = []
+        for far in self.far_parts(parts.segment, parts.low, parts.high):
+            low, high = (far.key, far.key_end) if kind == "kv" else (far.query, far.query_end)
+            spans = Spans(
+                branch=segments.branch,
+                receiver=parts.executor,
+                sender=parts.executor,
+                first=segments.token + low,
+                end=segments.token + high,
+                origin=segments.token,
+                # Fewer queries than the rate ask for nothing of other offsets.
+                residue=far.query % rate,
+                residues=np.minimum(far.query_end - far.query, rate),
+                place=parts.place,
+                places=parts.places,
+            )
+            found.append(spans.where((far.query < far.query_end) & (low < high)))
+        near = self.near_parts.where((receivers.start <= self.near_parts.rank) & (self.near_parts.rank < receivers.stop))
+        first, end = (near.key, near.key_end) if kind == "kv" else (near.query, near.query_end)
+        none, heads = np.zeros_like(first), self.num_kept[near.branch]
+        found.append(Spans(near.branch, near.rank, near.rank, first, end, first, none, residues=none + 1, place=none, places=heads))
+        wanted = Spans(*(np.concatenate(columns) for columns in zip(*found)))
         holder = np.maximum(self.rank_of(wanted.first), senders.start)
         last = np.minimum(self.rank_of(wanted.end - 1), senders.stop - 1)
         part, rank = expand_ranges(holder, np.maximum(0, last - holder + 1))
@@ -149,8 +149,8 @@ class ContextPlan(CutSegments):
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether every segment and every window is inside one shard, so that ranks exchange nothing."""
-        return not len(self.all_segments.token) and not len(self.window_parts.rank)
+        """Whether all pairs are inside one shard, so that ranks exchange nothing."""
+        return not len(self.all_segments.token) and not len(self.near_parts.rank)
 
 
 @recent(size=lambda plan, *integers, **named: plan.nbytes)

@@ -1,16 +1,17 @@
-"""Segments and windows that span more than one shard, in integers, and the rows that heads keep in them.
+"""Segments and near pairs that span more than one shard, in integers, and the rows that heads keep in segments.
 
 The sequence is cut in contiguous shards. A segment inside one shard is computed on its rank. This file describes the *cut* segments
 only, which span more than one shard. The tokens of a segment are numbered `0, 1, ...` as slots. Each rank holds an interval of
 slots, and a head keeps the slots of its offset modulo the rate.
 
-A sliding window has no segments. Its pairs inside one shard are computed as a window that ends at the boundaries of the shard.
-`WindowParts` are the pairs of two shards.
+A sliding window and global tokens have no segments. Inside one shard, the part of a document is treated as a document of its own.
+`NearParts` are the near pairs of two shards, and `FarParts` are the pairs of cut segments without near pairs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.core.bounded_cache import DOCUMENT_BYTES
-from flexdilated.core.branch import Window
+from flexdilated.core.branch import Near
 from flexdilated.core.pattern import DilatedPattern
 
 Integers = NDArray[np.int64]
@@ -44,35 +45,51 @@ class Segments(NamedTuple):
     document_tokens: Integers  # length of the packed document that has the segment, in tokens
     token: Integers  # position of slot 0 in the whole sequence
     size: Integers  # tokens of the segment
+    skipped: Integers  # slots of global tokens, before the others
     padded: Integers  # slots that hold keys, `padded >= size`; slots from `size` on are torchscale's zero keys
     first_rank: Integers  # inclusive
     last_rank: Integers  # inclusive
 
-    def where(self, chosen: Integers | slice) -> Segments:
+    def where(self, chosen: Booleans | Integers | slice) -> Segments:
         return Segments(*(x[chosen] for x in self))
 
 
-class WindowParts(NamedTuple):
-    """Queries of a rank that see keys of other ranks in their window. Every field is a `(parts,)` array, ordered by rank.
+class NearParts(NamedTuple):
+    """Near pairs whose query and key are on different ranks. Every field is a `(parts,)` array.
 
-    The rank holds the queries `query ... query_end` and computes their window pairs with the keys `key ... key_end`, all tokens of
-    the whole sequence. These keys belong to other ranks, before or after its own tokens. Only under
-    `DilatedPattern.detaches` they are all keys that the queries see.
+    A rank computes the pairs of a branch between the queries `query ... query_end` and the keys `key ... key_end`, all tokens of the
+    whole sequence. It holds the queries, and the keys belong to ranks before or after it. Without causality, queries that are
+    global tokens see every key: the ranks of the keys compute them, and these queries belong to other ranks.
     """
 
+    branch: Integers  # index into `pattern.branches`
     rank: Integers
     query: Integers
     query_end: Integers  # exclusive
     key: Integers
     key_end: Integers  # exclusive
 
-    def where(self, chosen: Booleans) -> WindowParts:
-        return WindowParts(*(x[chosen] for x in self))
+    def where(self, chosen: Booleans) -> NearParts:
+        return NearParts(*(x[chosen] for x in self))
+
+
+class FarParts(NamedTuple):
+    """Pairs of parts of cut segments, without near pairs. Every field but the last is a `(parts,)` array, numbers of slots.
+
+    An offset has pairs in a part if it keeps one of the slots `query ... query_end`. It needs all keys that it keeps in
+    `key ... key_end`.
+    """
+
+    query: Integers
+    query_end: Integers  # exclusive
+    key: Integers
+    key_end: Integers  # exclusive
+    is_before: bool  # whether keys are `far_rows` or more before their queries, without a window any number; else after them
 
 
 @dataclass(frozen=True, eq=False)
 class CutSegments:
-    """The segments and windows that span more than one shard, and the rows that the heads of these ranks keep in them."""
+    """The segments and near pairs that span more than one shard, and the rows that the heads of these ranks keep in segments."""
 
     pattern: DilatedPattern
     shard_lengths: tuple[int, ...]  # contiguous in the order of ranks; some may be 0
@@ -106,10 +123,15 @@ class CutSegments:
         return np.array(self.borders, np.int64)
 
     @cached_property
+    def near(self) -> Near:
+        """The pairs that count once."""
+        return self.pattern.split("the planner of ranks")[1]
+
+    @cached_property
     def rates(self) -> Integers:
-        """`(branches,)` dilation rates; 1 for the window."""
-        segments, window = self.pattern.split("the planner of ranks")
-        return np.array([*(rate for _, rate in segments), *([] if window is None else [1])], np.int64)
+        """`(branches,)` dilation rates; 1 for the window and the global tokens."""
+        segments, _ = self.pattern.split("the planner of ranks")
+        return np.array([*(rate for _, rate in segments), *[1] * (len(self.pattern.branches) - len(segments))], np.int64)
 
     @cached_property
     def lengths(self) -> Integers:
@@ -118,10 +140,10 @@ class CutSegments:
         return np.minimum(np.array(lengths, np.int64), self.num_tokens)
 
     @cached_property
-    def window(self) -> Window | None:
-        """The window, at most as long as the sequence."""
-        window = self.pattern.split("the planner of ranks")[1]
-        return None if window is None else Window(min(window.size, self.num_tokens))
+    def apart(self) -> Integers:
+        """`(branches,)` least distance of a query and a key of a segment, in tokens; 0 without a window."""
+        rows = [self.near.far_rows(rate) for rate in self.rates.tolist()]
+        return np.array(rows, np.int64) * self.rates
 
     @cached_property
     def cut_documents(self) -> tuple[tuple[int, int], ...]:
@@ -172,41 +194,62 @@ class CutSegments:
         w, start, num_tokens = w[branch, document], start[document], num_tokens[document]
         token, size = start + index * w, np.minimum(w, num_tokens - index * w)
         padded = w + -w % self.rates[branch] if self.pattern.zero_padding and not self.is_causal else size
-        return Segments(
+        skipped = np.clip(start + self.near.global_tokens - token, 0, size)
+        segments = Segments(
             branch=branch,
             document_tokens=num_tokens,
             token=token,
             size=size,
+            skipped=skipped,
             padded=padded,
             first_rank=self.rank_of(token),
             last_rank=self.rank_of(token + size - 1),
         )
+        return segments.where(size - skipped > self.apart[branch])  # the others have near pairs alone
+
+    def far_parts(self, segment: Integers, low: Integers, high: Integers) -> Iterator[FarParts]:
+        """The pairs of the queries in slots `low ... high` of segments (indices into `all_segments`); parts may be empty."""
+        segments = self.all_segments.where(segment)
+        size, skipped, apart = segments.size, segments.skipped, self.apart[segments.branch]
+        first = np.maximum(low, skipped)
+        before = first if self.near.window == 0 else np.maximum(low, skipped + apart)
+        key_end = high - apart if self.is_causal or self.near.window else size
+        yield FarParts(before, high, skipped, np.maximum(skipped, key_end), is_before=True)
+        if self.near.window and not self.is_causal:
+            yield FarParts(first, np.minimum(high, size - apart), np.minimum(first + apart, size), size, is_before=False)
 
     @cached_property
-    def window_parts(self) -> WindowParts:
-        """The parts of the window that need keys of other ranks, at most two of each rank."""
+    def near_parts(self) -> NearParts:
+        """The near pairs of two shards, of each kind of pair at most one part for each rank and side."""
         rank = np.flatnonzero(np.diff(self.limits))
-        if self.window is None or self.window.size == 1:
-            return WindowParts(*np.empty((len(WindowParts._fields), 0), np.int64))
-        begin, end, reach = self.limits[rank], self.limits[rank + 1], self.window.size - 1
+        begin, end = self.limits[rank], self.limits[rank + 1]
         starts, num_tokens = np.array(self.documents, np.int64).reshape(-1, 2).T
-        parts = []
+        global_tokens, reach = self.near.global_tokens, self.near.window - 1
+        window, first_tokens = len(self.lengths), len(self.rates) - 1
+        parts = [np.empty((len(NearParts._fields), 0), np.int64)]
+
+        def add(branch: int, query: Integers, query_end: Integers, key: Integers, key_end: Integers) -> None:
+            columns = np.stack([np.full_like(rank, branch), rank, query, query_end, key, key_end])
+            parts.append(columns[:, (query < query_end) & (key < key_end)])
+
         for is_after in (False, True)[: 1 if self.is_causal else 2]:
             # If several documents begin at one token, all but the last are empty.
             document = np.searchsorted(starts, end - 1 if is_after else begin, side="right") - 1
             start, stop = starts[document], (starts + num_tokens)[document]
-            query, query_end = np.maximum(begin, start), np.minimum(end, stop)
-            key = np.maximum(start, query - reach)
-            key_end = query_end if self.is_causal else np.minimum(stop, query_end + reach)
-            is_cut = key_end > query_end if is_after else key < query
-            if self.pattern.detaches:
-                pass
-            elif is_after:
-                query, key = np.maximum(query, query_end - reach), query_end
-            else:
-                query_end, key_end = np.minimum(query_end, query + reach), query
-            parts.append(np.stack([rank, query, query_end, key, key_end])[:, is_cut])
-        return WindowParts(*np.unique(np.concatenate(parts, axis=1), axis=1))
+            rest = np.minimum(start + global_tokens, stop)  # the first token that is not global
+            first, last = np.maximum(begin, start), np.minimum(end, stop)
+            query = np.maximum(first, rest)
+            if reach > 0 and is_after:
+                add(window, np.maximum(query, last - reach), last, last, np.minimum(stop, last + reach))
+            elif reach > 0:
+                add(window, query, np.minimum(last, query + reach), np.maximum(rest, query - reach), query)
+            if global_tokens and is_after:
+                add(first_tokens, last, rest, first, last)
+            elif global_tokens:
+                add(first_tokens, first if self.is_causal else query, last, start, np.minimum(rest, first))
+            if global_tokens and not self.is_causal and not is_after:
+                add(first_tokens, start, np.minimum(rest, first), first, last)
+        return NearParts(*np.concatenate(parts, axis=1))
 
     @cached_property
     def kept(self) -> tuple[BranchHeads, ...]:

@@ -1,13 +1,15 @@
-"""What one rank computes: pieces inside its shard, and tasks in segments and windows that span more than one shard."""
+"""What one rank computes: pieces inside its shard, and tasks of segments and near pairs that span more than one shard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flexdilated.core.bounded_cache import PIECE_BYTES, recent
+from flexdilated.core.branch import Window
 from flexdilated.core.pieces import UNBOUNDED, Piece, branch_order, document_pieces, everything_kept
 from flexdilated.distributed.planner.plan import ContextPlan
 from flexdilated.distributed.planner.segments import Integers, Segments, kept_below, segments_between
@@ -18,7 +20,7 @@ NOBODY: Integers = np.empty(0, np.int64)
 class Task(NamedTuple):
     """Attention that one rank computes: queries `queries` against keys `keys`, in `lanes` independent softmaxes of equal shape.
 
-    A lane is one key/value head in one segment or window that spans more than one shard. Row `l` of lane `i` is token
+    A lane is one key/value head in one segment or document that spans more than one shard. Row `l` of lane `i` is token
     `tokens[i] + l * stride` of the whole sequence: the rows of a segment are the tokens that the head keeps, numbered from 0.
     Pairs with `low <= key row - query row <= high` join.
     """
@@ -34,10 +36,6 @@ class Task(NamedTuple):
     tokens: Integers = NOBODY  # (lanes,) token of row 0
 
     @property
-    def is_window(self) -> bool:
-        return self.band[0] != -UNBOUNDED
-
-    @property
     def shape(self) -> tuple[Any, ...]:
         """All fields but those of single lanes, as a hashable key."""
         return self[:-2]
@@ -47,34 +45,42 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
     """The tasks of a rank, in the order in which branches are computed. Lanes of equal shape are one task."""
     parts, segments = plan.parts(exchange), plan.all_segments
     parts = parts.where(parts.executor == rank)
+    place_of_branch = np.argsort(branch_order(plan.pattern))
+    parts = parts.where(np.argsort(place_of_branch[segments.branch[parts.segment]], kind="stable"))
     lanes_by_shape: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-    order_of_branch = {branch: place for place, branch in enumerate(branch_order(plan.pattern))}
-    for number, place, places, _, low, high in sorted(
-        zip(*(column.tolist() for column in parts)), key=lambda part: order_of_branch[int(segments.branch[part[0]])]
-    ):
-        segment = segments.where(number)
-        heads: dict[int, list[int]] = {}
-        for head, offset in plan.kept[int(segment.branch)].heads[place : place + places]:
-            heads.setdefault(offset, []).append(head)
-        for offset, task in zip(heads, _tasks_of_part(plan, segment, np.array([*heads]), low, high)):
-            if task is not None:
-                lanes = ((head, int(segment.token) + offset) for head in heads[offset])
-                lanes_by_shape.setdefault(task.shape, []).extend(lanes)
-    for token, task in _window_tasks(plan, rank):
+    for far in plan.far_parts(parts.segment, parts.low, parts.high):
+        columns = (parts.segment, parts.place, parts.places, far.query, far.query_end, far.key, far.key_end)
+        for number, place, places, *slots in zip(*(column.tolist() for column in columns)):
+            segment = segments.where(number)
+            heads: dict[int, list[int]] = {}
+            for head, offset in plan.kept[int(segment.branch)].heads[place : place + places]:
+                heads.setdefault(offset, []).append(head)
+            for offset, task in zip(heads, _tasks_of_part(plan, segment, np.array([*heads]), slots, is_before=far.is_before)):
+                if task is not None:
+                    lanes = ((head, int(segment.token) + offset) for head in heads[offset])
+                    lanes_by_shape.setdefault(task.shape, []).extend(lanes)
+    for token, task in _near_tasks(plan, rank):
         lanes_by_shape.setdefault(task.shape, []).extend((head, token) for head, _ in plan.kept[task.branch].heads)
     return tuple(Task(*shape, *np.array(lanes, np.int64).T) for shape, lanes in lanes_by_shape.items())
 
 
-def _tasks_of_part(plan: ContextPlan, segment: Segments, offsets: Integers, low: int, high: int) -> Iterator[Task | None]:
-    """Per offset, the task (without its lanes) of the slots `low ... high` of a segment as queries; None if none is kept."""
+def _tasks_of_part(
+    plan: ContextPlan, segment: Segments, offsets: Integers, slots: Sequence[int], *, is_before: bool
+) -> Iterator[Task | None]:
+    """Per offset, the task (without its lanes) of a part of a segment; None if no query is kept.
+
+    `slots`: the first query, the end of queries, the first key, and the end of keys, as in `FarParts`.
+    """
     rate = plan.kept[int(segment.branch)].rate
-    limits = (segment.size, segment.padded, low, high)
-    rows, padded, first, end = (kept_below(slots, rate, offsets).tolist() for slots in limits)
+    limits: tuple[Any, ...] = (segment.size, segment.padded, *slots)
+    rows, padded, first, end, first_key, end_key = (kept_below(slot, rate, offsets).tolist() for slot in limits)
+    apart = plan.near.far_rows(rate)
+    band = (-UNBOUNDED, -apart if plan.is_causal or apart else UNBOUNDED) if is_before else (apart, UNBOUNDED)
     ranks = range(int(segment.first_rank), int(segment.last_rank) + 1)
     slot_borders = np.clip(plan.limits[ranks.start : ranks.stop + 1] - segment.token, 0, segment.size)
     borders = kept_below(slot_borders, rate, offsets[:, None]).tolist()  # (offsets, ranks + 1)
     for i, border in enumerate(borders):
-        if first[i] == end[i]:
+        if first[i] >= end[i]:
             yield None
             continue
         yield Task(
@@ -82,18 +88,18 @@ def _tasks_of_part(plan: ContextPlan, segment: Segments, offsets: Integers, low:
             stride=rate,
             zero_keys=padded[i] - rows[i],
             queries=(first[i], end[i]),
-            keys=(0, end[i] if plan.is_causal else rows[i]),
-            band=(-UNBOUNDED, 0 if plan.is_causal else UNBOUNDED),
+            keys=(first_key[i], end_key[i]),
+            band=band,
             sources=tuple((rank, low, high) for rank, low, high in zip(ranks, border, border[1:]) if low < high),
         )
 
 
-def _window_tasks(plan: ContextPlan, rank: int) -> Iterator[tuple[int, Task]]:
-    """The tasks of the window (without their lanes), each with the token of row 0; none if the rank holds no head."""
-    parts, branch = plan.window_parts, len(plan.rates) - 1
-    parts = parts.where((parts.rank == rank) & (plan.num_kept[-1] > 0))
-    for _, query, query_end, key, key_end in zip(*(column.tolist() for column in parts)):
-        assert plan.window is not None
+def _near_tasks(plan: ContextPlan, rank: int) -> Iterator[tuple[int, Task]]:
+    """The tasks of near pairs (without their lanes), each with the token of row 0; none if the rank holds no head."""
+    parts = plan.near_parts
+    parts = parts.where((parts.rank == rank) & (plan.num_kept[parts.branch] > 0))
+    for branch, _, query, query_end, key, key_end in zip(*(column.tolist() for column in parts)):
+        kind = plan.pattern.branches[branch]
         token, end = min(query, key), max(query_end, key_end)
         first, last = plan.rank_of(np.array([token, end - 1])).tolist()
         borders = (np.clip(plan.limits[first : last + 2], token, end) - token).tolist()
@@ -106,7 +112,8 @@ def _window_tasks(plan: ContextPlan, rank: int) -> Iterator[tuple[int, Task]]:
                 zero_keys=0,
                 queries=(query - token, query_end - token),
                 keys=(key - token, key_end - token),
-                band=plan.window.band(is_causal=plan.is_causal),
+                # A causal query sees every global token before its shard.
+                band=kind.band(is_causal=plan.is_causal) if isinstance(kind, Window) else (-UNBOUNDED, UNBOUNDED),
                 sources=tuple((rank, low, high) for rank, low, high in sources if low < high),
             ),
         )
@@ -114,7 +121,7 @@ def _window_tasks(plan: ContextPlan, rank: int) -> Iterator[tuple[int, Task]]:
 
 @recent(size=lambda pieces, plan, rank: PIECE_BYTES * len(pieces) + plan.nbytes)
 def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
-    """The pieces of the segments and windows inside a rank's shard; tokens count from the first one of the shard."""
+    """The pieces of the segments and near pairs inside a rank's shard; tokens count from the first one of the shard."""
     begin, end = plan.borders[rank], plan.borders[rank + 1]
     start, num_tokens = np.array(plan.documents, np.int64).reshape(-1, 2).T
     overlaps = (start < end) & (start + num_tokens > begin) & (num_tokens > 0)
@@ -122,14 +129,11 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     documents: list[tuple[int, int, range | None]]
     for branch in branch_order(plan.pattern):
-        if branch == len(plan.lengths):
+        if branch >= len(plan.lengths):
             # Inside the shard, the part of a document is treated as a document of its own.
-            first, stop = np.maximum(start, begin), np.minimum(start + num_tokens, end)
-            left_out = plan.window_parts.query[plan.window_parts.rank == rank] if plan.pattern.detaches else NOBODY
-            is_whole = (first < stop) & ~np.isin(first, left_out)
-            first, stop = first[is_whole] - begin, stop[is_whole] - begin
+            first, stop = np.maximum(start, begin) - begin, np.minimum(start + num_tokens, end) - begin
             documents = [(token, count, None) for token, count in zip(first.tolist(), (stop - first).tolist())]
-            covers = bool(is_whole.all())
+            covers = True
         else:
             w = np.minimum(plan.lengths[branch], num_tokens)
             limits = segments_between(begin - start, end - start, num_tokens, w)
@@ -138,9 +142,14 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
             # The whole segments of the branch that keeps everything cover a shard that cuts none of them.
             covers = not _touches(plan, branch, rank)
         covers = covers and branch == everything_kept(plan.pattern)
-        pieces += document_pieces(
-            plan.pattern, branch, documents, plan.num_heads, plan.is_causal, within=plan.within, covers=covers
-        )
+        groups = [(plan.pattern, documents)]
+        if branch >= len(plan.lengths) and plan.near.global_tokens and documents and start[0] < begin:
+            # A document that began before the shard has fewer global tokens in it, or none.
+            groups, left = [(plan.pattern, documents[1:])], max(0, plan.near.global_tokens - begin + int(start[0]))
+            if left or isinstance(plan.pattern.branches[branch], Window):
+                groups.append((replace(plan.pattern, global_tokens=left), documents[:1]))
+        for pattern, those in groups:
+            pieces += document_pieces(pattern, branch, those, plan.num_heads, plan.is_causal, within=plan.within, covers=covers)
     return tuple(pieces)
 
 

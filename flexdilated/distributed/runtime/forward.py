@@ -1,7 +1,8 @@
 """The forward of one rank.
 
 "gather" and "ring" bring rows of keys and values to the ranks of the queries, all at the same time or one rank after another.
-"heads" brings the rows of heads to the ranks that compute them, and the outputs back.
+"heads" brings the rows of heads to the ranks that compute them, and the outputs back. Under each of them, the queries of global
+tokens that see every key go to the ranks of the keys, and their outputs come back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Users' score and mask functions over shards, and FlexAttention: rows travel by operations that autograd differentiates.
 
 Either rows of keys and values come to the ranks of the queries ("gather"), or rows of heads to the ranks that compute them, and
-their outputs back ("heads"). Autograd sees the tensors between the messages. So tensors that the functions hold get gradients: on
-each rank, those of the pairs that it scores. The sum over the ranks is the whole gradient.
+their outputs back ("heads"). Under both, queries of global tokens that see every key go to the ranks of the keys. Autograd sees the
+tensors between the messages. So tensors that the functions hold get gradients: on each rank, those of the pairs that it scores. The
+sum over the ranks is the whole gradient.
 """
 
 from __future__ import annotations
@@ -120,22 +121,25 @@ def attend_modified(
 
 
 def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[PartialOutput]], list[list[PartialOutput]]]:
-    """Per branch of segments and per task of a window, the outputs of tasks: those of this shard, and those that are sent."""
-    local: list[list[PartialOutput]] = [[] for _ in call.pattern.branches]
-    sent: list[list[PartialOutput]] = [[] for _ in call.pattern.branches]
-    for task in buffers.schedule.tasks:
+    """The outputs of tasks in layers as `mix` takes them: those of this shard, and those that are sent."""
+    local: dict[tuple[int, ...], list[PartialOutput]] = {(): []}
+    sent: dict[tuple[int, ...], list[PartialOutput]] = {(): []}
+    for number, task in enumerate(buffers.schedule.tasks):
         out, lse = _attend_task(buffers, task, call)
+        branch, low, _ = task.task.branch, *task.task.band
+        # Two tasks of near pairs may have a query in common, and so may the pairs before and after queries of a segment.
+        layer = (branch, low) if branch < len(call.pattern.segment_lengths) else (branch, low, number)
         for row_range in task.queries:
             span = slice(row_range.first - task.queries[0].first, row_range.end - task.queries[0].first)
             index = row_range.row_index.read()
-            if task.task.is_window:  # two tasks may have a query in common
-                local.append([(Scattered(index, task.heads), out[:, :, span], lse[:, :, span])])
-            elif row_range.is_local:
-                local[task.task.branch].append((Scattered(index, task.heads), out[:, :, span], lse[:, :, span]))
+            if row_range.is_local:
+                part = (Scattered(index, task.heads), out[:, :, span], lse[:, :, span])
+                local.setdefault(layer, []).append(part)
             else:
                 index = index + buffers.schedule.out.sends[row_range.rank].start
-                sent[task.task.branch].append((Scattered(index, torch.zeros_like(index)), out[:, :, span], lse[:, :, span]))
-    return local, sent
+                part = (Scattered(index, torch.zeros_like(index)), out[:, :, span], lse[:, :, span])
+                sent.setdefault(layer, []).append(part)
+    return [*local.values()], [*sent.values()]
 
 
 def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The attention that one rank computes: pieces inside its shard, and tasks of segments and windows that shards cut.
+"""The attention that one rank computes: pieces inside its shard, and tasks of segments and near pairs that shards cut.
 
 A task's keys may come from several ranks. Each rank's keys give a partial `(out, lse)`, and partials are merged. The backward of a
 partial needs only the final `out` and `lse`. So the gradients of all partials, on whichever ranks, add up to the exact gradient.
