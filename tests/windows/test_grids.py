@@ -1,4 +1,4 @@
-"""A sliding window in calls with functions, in graphs, transforms, attention maps and modules, against the definition."""
+"""A sliding window and global tokens in calls with functions, in graphs, transforms, attention maps and modules, against the definition."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from tests.cases import Case, differentiate, run_reference
 from tests.nn.test_position import HEAD_DIM, scores, xpos_scores
 from tests.tolerances import EXACT, SINGLE
 
-MIXED = DilatedPattern((13,), (2,), window=5)
+MIXED = DilatedPattern((13,), (2,), window=5, global_tokens=3)
 CASES = {
     "chunks": Case(DilatedPattern(window=71), num_tokens=211, kv_heads=2, group=2, is_causal=True),
     "both_sides": Case(DilatedPattern(window=71), num_tokens=293, kv_heads=2, ignored=0.3, batch=2),
     "short": Case(replace(MIXED, heads="grouped"), num_tokens=197, kv_heads=2, group=3, ignored=0.7, is_causal=True),
-    "alone": Case(replace(MIXED, detach_weights=True), num_tokens=131, kv_heads=3, lse_gradient=False),
+    "window": Case(replace(MIXED, global_tokens=0), num_tokens=131, kv_heads=3, lse_gradient=False),
+    "first": Case(DilatedPattern((13, 47), (2, 3), global_tokens=1), num_tokens=131, kv_heads=3, lse_gradient=False),
+    "many_first": Case(DilatedPattern(window=3, global_tokens=73), num_tokens=131, kv_heads=2, group=2, ignored=0.3),
+    "all_first": Case(DilatedPattern((13,), (2,), global_tokens=1 << 40), num_tokens=67, kv_heads=2),
     "documents": Case(MIXED, num_tokens=167, kv_heads=2, borders=(0, 79, 79, 158, 161, 167), is_causal=True),
     "own_token": Case(DilatedPattern((7,), (7,), window=1), num_tokens=67, kv_heads=2),
     "longer": Case(DilatedPattern(window=1 << 40), num_tokens=67, kv_heads=2, is_causal=True),
@@ -49,10 +52,9 @@ def test_functions_equal_the_definition(name: str, attend: Callable[..., Any]) -
     torch.testing.assert_close(found, run(reference.dilated_attention, case, mods), **EXACT)
 
 
-@pytest.mark.parametrize("pattern", [None, DilatedPattern((64,), (2,), window=9, zero_padding=True)], ids=["", "zeros"])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("documents", "longer")])
-def test_portable_operations_and_maps_equal_the_definition(name: str, pattern: DilatedPattern | None) -> None:
-    case = replace(CASES[name], pattern=CASES[name].pattern if pattern is None else pattern)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("documents", "longer", "all_first")])
+def test_portable_operations_and_maps_equal_the_definition(name: str) -> None:
+    case = CASES[name]
     found = differentiate(lambda *x: attend_portable(*x, case.pattern, **case.options()), *case.tensors())
     torch.testing.assert_close(found, run_reference(case), **EXACT)
     q, k, _, _, _ = case.tensors()
