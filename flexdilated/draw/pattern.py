@@ -1,4 +1,4 @@
-"""The picture of a pattern, per head: how many branches join a query and a key."""
+"""The picture of a pattern, per head: how often a pair of a query and a key counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import Integers, checked
-from flexdilated.core.branch import num_kept
+from flexdilated.core.branch import Kept, Near, Window, num_kept
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pattern_svg import WINDOW_COLOR
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
@@ -25,13 +25,14 @@ SCALE = ("#74c9bd", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58")
 
 MAX_HEADS = 64  # that can be seen in a picture
 CELLS = 1024  # per side of a picture
+QUERIES = 1 << 20  # whose keys are counted together
 # Where a cell is many pairs, its colour is by joins per pair.
 SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1)
 SHARE_NAMES = ("up to 1/256", "up to 1/64", "up to 1/16", "up to 1/4", "up to 1", "more than 1")
 
 
 def multiplicity(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> NDArray[np.int64]:
-    """How many branches join each (query, key) pair: `m` in `softmax(score + log m)`.
+    """How often each (query, key) pair counts: `m` in `softmax(score + log m)`. A pair of the window or the global tokens counts once.
 
     Zero keys of `zero_padding` are not counted.
 
@@ -51,8 +52,11 @@ def cell_counts(pattern: DilatedPattern, num_tokens: int, num_heads: int, size: 
     """`(H, cells, cells)`: the sum of `multiplicity` over cells of `size` x `size` pairs, in closed form."""
     start = np.arange(0, num_tokens, size)
     end = np.minimum(start + size, num_tokens)
-    counts = np.zeros((num_heads, len(start), len(start))) + _in_window(pattern, num_tokens, size, is_causal=is_causal)
-    for branch, (length, rate) in enumerate(pattern.split("pictures")[0]):
+    segments, near = pattern.split("pictures")
+    in_near = _in_near(near, num_tokens, size, is_causal=is_causal)
+    rest = _in_band(num_tokens, size, is_causal=is_causal) - in_near
+    counts = np.zeros((num_heads, len(start), len(start))) + in_near
+    for branch, (length, rate) in enumerate(segments):
         w, r = min(length, num_tokens), min(rate, num_tokens)
         first, last = start // w, (end - 1) // w  # segments of a cell
         for offset, head, step, heads in pattern.head_runs(branch, num_heads):
@@ -63,26 +67,55 @@ def cell_counts(pattern: DilatedPattern, num_tokens: int, num_heads: int, size: 
             squares = [x * (x + 1) / 2 if is_causal else x * x for x in (head_rows, tail_rows)]
             diagonal = squares[0] + np.where(last > first, squares[1] + between, 0.0)
             later = np.tril(first[:, None] == last, -1) * head_rows[:, None] * tail_rows  # queries in a later cell than keys
-            counts[head : head + step * heads : step] += np.diag(diagonal) + later + (0.0 if is_causal else later.T)
+            found = np.diag(diagonal) + later + (0.0 if is_causal else later.T)
+            cut = (in_near > 0) & (rest > 0) & (found > 0)
+            found[cut] = _far_pairs(Kept(w, rate, offset), near, num_tokens, size, np.argwhere(cut), is_causal=is_causal)
+            counts[head : head + step * heads : step] += np.where(rest > 0, found, 0.0)
     return counts
 
 
-def _in_window(pattern: DilatedPattern, num_tokens: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:
-    """`(cells, cells)`: the pairs in the window."""
-    start = np.arange(0, num_tokens, size)
-    window, columns = pattern.split("pictures")[1], np.minimum(size, num_tokens - start).astype(np.float64)
+def _far_pairs(
+    kept: Kept, near: Near, num_tokens: int, size: int, cells: NDArray[np.int64], *, is_causal: bool
+) -> NDArray[np.float64]:
+    """The pairs of a branch in some cells, `(row, column)` each, without those of `near`: the keys of each kept query are counted."""
+    found = [np.zeros(0)]
+    for chunk in np.array_split(cells, -(-len(cells) * size // QUERIES)) if len(cells) else ():
+        query = chunk[:, :1] * size + np.arange(size)
+        place = np.nonzero((query < num_tokens) & (query >= near.global_tokens) & kept.keeps(query))
+        query, column = query[place], chunk[place[0], 1]
+        segment = query // kept.length * kept.length
+        low = np.maximum(np.maximum(segment, near.global_tokens), column * size)
+        high = np.maximum(low, np.minimum(np.minimum(segment + kept.length, num_tokens), (column + 1) * size))
+        before, after = (np.clip(query + step, low, high) - segment for step in (1 - near.window, max(near.window, 1)))
+        keys = _rows(low - segment, before, kept.rate, kept.offset)
+        if not is_causal:
+            keys += _rows(after, high - segment, kept.rate, kept.offset)
+        found.append(np.bincount(place[0], weights=keys, minlength=len(chunk)))
+    return np.concatenate(found)
+
+
+def _in_near(near: Near, num_tokens: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:
+    """`(cells, cells)`: the pairs that count once, those of the window and of the global tokens."""
+    every, later = (_in_band(num_tokens, size, first, is_causal=is_causal) for first in (0, near.global_tokens))
+    return every - later + _in_band(num_tokens, size, near.global_tokens, near.window, is_causal=is_causal)
+
+
+def _in_band(num_tokens: int, size: int, first: int = 0, window: int | None = None, *, is_causal: bool) -> NDArray[np.float64]:
+    """`(cells, cells)`: the pairs of tokens from `first` on, those in a window (0: none) or, without one, all that may be seen."""
+    start, end = (np.clip(np.arange(0, num_tokens, size) + step, first, max(first, num_tokens)) for step in (0, size))
+    columns = (end - start).astype(np.float64)
     rows = columns[:, None]
 
     def up_to(distance: int) -> NDArray[np.float64]:
-        """Per cell, the pairs with `key - query <= distance`: `first + i` keys of the cell for its i-th query."""
-        first = np.clip(distance + 1.0 + start[:, None] - start, -rows, columns)
-        small, large = (np.clip(x, 0, columns) for x in (first, first + rows))
+        """Per cell, the pairs with `key - query <= distance`: `least + i` keys of the cell for its i-th query."""
+        least = np.clip(distance + 1.0 + start[:, None] - start, -rows, columns)
+        small, large = (np.clip(x, 0, columns) for x in (least, least + rows))
         inner: NDArray[np.float64] = (large * (large - 1) - small * (small - 1)) / 2
-        return inner + columns * np.maximum(first + rows - columns, 0)
+        return inner + columns * np.maximum(least + rows - columns, 0)
 
-    if window is None:
-        return np.zeros((len(start), len(start)))
-    low, high = window.band(is_causal=is_causal)
+    if window == 0:
+        return np.zeros_like(rows * columns)
+    low, high = Window(num_tokens if window is None else window).band(is_causal=is_causal)
     return up_to(high) - up_to(low - 1)
 
 
@@ -126,17 +159,18 @@ def multiplicity_panels(
     size = -(-num_tokens // most)
     counts = cell_counts(pattern, num_tokens, num_heads, size, is_causal=is_causal)
     levels, names = (counts.astype(np.int64), None) if size == 1 else (_shaded(counts, num_tokens, size, is_causal), SHARE_NAMES)
-    in_window = _in_window(pattern, num_tokens, size, is_causal=is_causal)
+    near = pattern.split("pictures")[1]
+    in_near = _in_near(near, num_tokens, size, is_causal=is_causal)
     cells = len(counts[0])
     future = np.triu(np.ones((cells, cells), dtype=bool), k=1) & is_causal
     colors = [FUTURE, *_colors(max(1, int(levels.max())) if names is None else len(names))]
     labels = [str(count) for count in range(len(colors) - 1)] if names is None else ["none", *names]
-    if pattern.window is not None:
+    if near:
         colors.append(WINDOW_COLOR)
-        labels.append("the window alone")
+        labels.append(" or ".join(["the window"] * (near.window > 0) + ["global tokens"] * (near.global_tokens > 0)) + " alone")
     panels = []
     for head in range(num_heads):
-        is_alone = (in_window > 0) & (counts[head] == in_window)
+        is_alone = (in_near > 0) & (counts[head] == in_near)
         cells_of_head = np.where(future, 0, np.where(is_alone, len(colors) - 1, levels[head] + 1))
         density = _density(counts[head : head + 1], num_tokens, is_causal)
         panels.append(
@@ -152,7 +186,11 @@ def multiplicity_panels(
         is_causal=is_causal,
         colors=colors,
         # Blank for the future, a dot for no branch, then the number of branches or the level of the share.
-        glyphs=[" ", "·", *("w" if c == WINDOW_COLOR else str(i) if i < 10 else "+" for i, c in enumerate(colors[2:], 1))],
+        glyphs=[
+            " ",
+            "·",
+            *("wg"[not near.window] if c == WINDOW_COLOR else str(i) if i < 10 else "+" for i, c in enumerate(colors[2:], 1)),
+        ],
         legend="branches that join query and key" if size == 1 else f"joins per pair, in cells of {size:,} x {size:,} pairs",
         labels={i + 1: label for i, label in enumerate(labels)} | ({0: "future"} if is_causal else {}),
         title_width=34 if pattern.heads == "grouped" else 24,
