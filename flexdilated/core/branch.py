@@ -32,7 +32,7 @@ class Window(NamedTuple):
 class GlobalTokens(NamedTuple):
     """The first tokens of a document: every query sees them, and, without causality, they see every key."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuple has a method of this name
 
 
 class Near(NamedTuple):

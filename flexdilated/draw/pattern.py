@@ -32,9 +32,9 @@ SHARE_NAMES = ("up to 1/256", "up to 1/64", "up to 1/16", "up to 1/4", "up to 1"
 
 
 def multiplicity(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> NDArray[np.int64]:
-    """How often each (query, key) pair counts: `m` in `softmax(score + log m)`. A pair of the window or the global tokens counts once.
+    """How often each (query, key) pair counts: `m` in `softmax(score + log m)`.
 
-    Zero keys of `zero_padding` are not counted.
+    A pair of the window or the global tokens counts once. Zero keys of `zero_padding` are not counted.
 
     Args:
         pattern: Which positions attend to which.
@@ -77,8 +77,8 @@ def cell_counts(pattern: DilatedPattern, num_tokens: int, num_heads: int, size: 
 def _far_pairs(
     kept: Kept, near: Near, num_tokens: int, size: int, cells: NDArray[np.int64], *, is_causal: bool
 ) -> NDArray[np.float64]:
-    """The pairs of a branch in some cells, `(row, column)` each, without those of `near`: the keys of each kept query are counted."""
-    found = [np.zeros(0)]
+    """The pairs of a branch without those of `near` in some cells, `(row, column)` each, by the keys of each kept query."""
+    found: list[NDArray[np.float64]] = [np.zeros(0)]
     for chunk in np.array_split(cells, -(-len(cells) * size // QUERIES)) if len(cells) else ():
         query = chunk[:, :1] * size + np.arange(size)
         place = np.nonzero((query < num_tokens) & (query >= near.global_tokens) & kept.keeps(query))
@@ -90,7 +90,7 @@ def _far_pairs(
         keys = _rows(low - segment, before, kept.rate, kept.offset)
         if not is_causal:
             keys += _rows(after, high - segment, kept.rate, kept.offset)
-        found.append(np.bincount(place[0], weights=keys, minlength=len(chunk)))
+        found.append(np.bincount(place[0], weights=keys, minlength=len(chunk)).astype(np.float64))
     return np.concatenate(found)
 
 
@@ -168,7 +168,7 @@ def multiplicity_panels(
     if near:
         colors.append(WINDOW_COLOR)
         labels.append(" or ".join(["the window"] * (near.window > 0) + ["global tokens"] * (near.global_tokens > 0)) + " alone")
-    panels = []
+    panels, own = [], "w" if near.window else "g"
     for head in range(num_heads):
         is_alone = (in_near > 0) & (counts[head] == in_near)
         cells_of_head = np.where(future, 0, np.where(is_alone, len(colors) - 1, levels[head] + 1))
@@ -186,11 +186,7 @@ def multiplicity_panels(
         is_causal=is_causal,
         colors=colors,
         # Blank for the future, a dot for no branch, then the number of branches or the level of the share.
-        glyphs=[
-            " ",
-            "·",
-            *("wg"[not near.window] if c == WINDOW_COLOR else str(i) if i < 10 else "+" for i, c in enumerate(colors[2:], 1)),
-        ],
+        glyphs=[" ", "·", *(own if c == WINDOW_COLOR else str(i) if i < 10 else "+" for i, c in enumerate(colors[2:], 1))],
         legend="branches that join query and key" if size == 1 else f"joins per pair, in cells of {size:,} x {size:,} pairs",
         labels={i + 1: label for i, label in enumerate(labels)} | ({0: "future"} if is_causal else {}),
         title_width=34 if pattern.heads == "grouped" else 24,

@@ -76,8 +76,8 @@ def head_tiles(
     """The tiles of `block_size x block_size` pairs that FlexAttention visits, once for heads with equal pictures and numbers.
 
     The raw mask is that of `create_dilated_block_mask`. Packed, the kept rows of all segments of a branch follow one another, and
-    two of them are joined if they come from one segment: a block-diagonal mask per branch, which visits near pairs too. A window and
-    global tokens keep the sequence as it is. Zero keys of `zero_padding` are not counted, since a mask cannot hold them.
+    two of them are joined if they come from one segment: a block-diagonal mask per branch, which visits near pairs too. A window
+    and global tokens keep the sequence as it is. Zero keys of `zero_padding` are not counted, since a mask cannot hold them.
 
     Args:
         pattern: Which positions attend to which.

@@ -180,3 +180,4 @@ def test_commands_take_a_window() -> None:
     assert svg.count("<polygon") == 1
     assert "window of 3 tokens" in svg
     assert "<polygon" in DilatedPattern(window=3)._repr_svg_()
+    assert '<path d="M0 0 H160 V40.00 H40.00 V160 H0 Z"' in DilatedPattern(global_tokens=3)._repr_svg_()

@@ -1,4 +1,4 @@
-"""A sliding window and global tokens in calls with functions, in graphs, transforms, attention maps and modules, against the definition."""
+"""A window and global tokens in calls with functions, in graphs, transforms, attention maps and modules, against the definition."""
 
 from __future__ import annotations
 

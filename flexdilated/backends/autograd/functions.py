@@ -39,7 +39,7 @@ SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while funct
 
 
 class Rows(NamedTuple):
-    """Queries `(B, ..., group, rows, D)` and the keys of their segments, window or tile, `(B, ..., 1, R, D)`, with what functions see.
+    """Queries `(B, ..., group, rows, D)` and the keys of their piece or tile, `(B, ..., 1, R, D)`, with what functions see.
 
     `ignored`, of a key padding mask, and the positions `b`, `h`, `q_idx` and `kv_idx` broadcast to `(B, ..., group, rows, R)`.
     """

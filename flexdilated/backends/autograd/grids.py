@@ -2,8 +2,9 @@
 
 Pieces are exact boxes, and which boxes there are depends on every remainder of the number of tokens: each set needs a graph of its
 own. In a grid the last segment is padded to the size of the others. A window is cut in blocks of queries, each with all keys of its
-windows; global tokens are the same keys for all blocks, and one block whose keys are all other tokens. The sizes of a grid are sizes of an opaque operator's outputs: the compiler sees a new symbol, and need not reason about
-quotients of the number of tokens. Portable programs hold no such operator: there, sizes are expressions.
+windows. Global tokens are the keys of every block and, without causality, the queries of one more block, whose keys are all others.
+The sizes of a grid are sizes of an opaque operator's outputs: the compiler sees a new symbol, and need not reason about quotients
+of the number of tokens. Portable programs hold no such operator: there, sizes are expressions.
 """
 
 from __future__ import annotations
