@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.analysis.lattice import Integers, checked
-from flexdilated.core.branch import Kept, Near, Window, num_kept
+from flexdilated.analysis.lattice import checked
+from flexdilated.core.branch import Near, Window
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pattern_svg import WINDOW_COLOR
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
@@ -25,7 +25,7 @@ SCALE = ("#74c9bd", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58")
 
 MAX_HEADS = 64  # that can be seen in a picture
 CELLS = 1024  # per side of a picture
-QUERIES = 1 << 20  # whose keys are counted together
+Rows = tuple[Any, Any]  # the first, and the one after the last; arrays that broadcast
 # Where a cell is many pairs, its colour is by joins per pair.
 SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1)
 SHARE_NAMES = ("up to 1/256", "up to 1/64", "up to 1/16", "up to 1/4", "up to 1", "more than 1")
@@ -53,76 +53,76 @@ def cell_counts(pattern: DilatedPattern, num_tokens: int, num_heads: int, size: 
     start = np.arange(0, num_tokens, size)
     end = np.minimum(start + size, num_tokens)
     segments, near = pattern.split("pictures")
-    in_near = _in_near(near, num_tokens, size, is_causal=is_causal)
-    rest = _in_band(num_tokens, size, is_causal=is_causal) - in_near
-    counts = np.zeros((num_heads, len(start), len(start))) + in_near
+    counts = np.zeros((num_heads, len(start), len(start))) + _in_near(near, num_tokens, size, is_causal=is_causal)
     for branch, (length, rate) in enumerate(segments):
         w, r = min(length, num_tokens), min(rate, num_tokens)
         first, last = start // w, (end - 1) // w  # segments of a cell
+        begun = near.global_tokens // w  # the segment of the first token that is not global
         for offset, head, step, heads in pattern.head_runs(branch, num_heads):
-            head_rows = _rows(start - first * w, np.minimum(end, (first + 1) * w) - first * w, r, offset)
-            tail_rows = _rows(np.maximum(start, last * w) - last * w, end - last * w, r, offset)
-            inner = num_kept(w, rate, offset)
-            between = np.maximum(last - first - 1, 0) * (inner * (inner + 1) / 2 if is_causal else float(inner) ** 2)
-            squares = [x * (x + 1) / 2 if is_causal else x * x for x in (head_rows, tail_rows)]
-            diagonal = squares[0] + np.where(last > first, squares[1] + between, 0.0)
-            later = np.tril(first[:, None] == last, -1) * head_rows[:, None] * tail_rows  # queries in a later cell than keys
-            found = np.diag(diagonal) + later + (0.0 if is_causal else later.T)
-            cut = (in_near > 0) & (rest > 0) & (found > 0)
-            found[cut] = _far_pairs(Kept(w, rate, offset), near, num_tokens, size, np.argwhere(cut), is_causal=is_causal)
-            counts[head : head + step * heads : step] += np.where(rest > 0, found, 0.0)
+            far = _Far(w, r, offset, near, is_causal)
+            head_rows = far.rows(first, start, np.minimum(end, (first + 1) * w))
+            tail_rows = far.rows(last, np.maximum(start, last * w), end)
+            diagonal = far.square(head_rows) + np.where(last > first, far.square(tail_rows), 0.0)
+            diagonal += np.where((first < begun) & (begun < last), far.whole(begun), 0.0)
+            diagonal += np.maximum(last - 1 - np.maximum(first, begun), 0) * far.whole(begun + 1)
+            queries = head_rows[0][:, None], head_rows[1][:, None]
+            later = np.tril(first[:, None] == last, -1) * far.pairs(queries, tail_rows)  # queries in a later cell than keys
+            counts[head : head + step * heads : step] += np.diag(diagonal) + later + (0.0 if is_causal else later.T)
     return counts
 
 
-def _far_pairs(
-    kept: Kept, near: Near, num_tokens: int, size: int, cells: NDArray[np.int64], *, is_causal: bool
-) -> NDArray[np.float64]:
-    """The pairs of a branch without those of `near` in some cells, `(row, column)` each, by the keys of each kept query."""
-    found: list[NDArray[np.float64]] = [np.zeros(0)]
-    for chunk in np.array_split(cells, -(-len(cells) * size // QUERIES)) if len(cells) else ():
-        query = chunk[:, :1] * size + np.arange(size)
-        place = np.nonzero((query < num_tokens) & (query >= near.global_tokens) & kept.keeps(query))
-        query, column = query[place], chunk[place[0], 1]
-        segment = query // kept.length * kept.length
-        low = np.maximum(np.maximum(segment, near.global_tokens), column * size)
-        high = np.maximum(low, np.minimum(np.minimum(segment + kept.length, num_tokens), (column + 1) * size))
-        before, after = (np.clip(query + step, low, high) - segment for step in (1 - near.window, max(near.window, 1)))
-        keys = _rows(low - segment, before, kept.rate, kept.offset)
-        if not is_causal:
-            keys += _rows(after, high - segment, kept.rate, kept.offset)
-        found.append(np.bincount(place[0], weights=keys, minlength=len(chunk)).astype(np.float64))
-    return np.concatenate(found)
+class _Far(NamedTuple):
+    """A branch of segments as one head keeps it, without near pairs. Kept rows of a segment are numbered."""
+
+    length: int
+    rate: int
+    offset: int
+    near: Near
+    is_causal: bool
+
+    def rows(self, segment: Any, begin: Any, end: Any) -> Rows:
+        """The first row among tokens `begin ... end` of a segment that is no global token, and the row after the last."""
+        tokens = (np.minimum(each - segment * self.length, self.length) for each in (self.near.global_tokens, begin, end))
+        skipped, low, high = (np.maximum(0, -((self.offset - each) // self.rate)) for each in tokens)
+        return np.maximum(low, skipped), np.maximum(np.maximum(low, skipped), high)
+
+    def pairs(self, queries: Rows, keys: Rows) -> NDArray[np.float64]:
+        """The pairs of rows of one segment that are far enough from each other."""
+        apart = self.near.far_rows(self.rate)
+        before = _up_to(-apart, queries, keys)
+        if self.is_causal:
+            return before
+        return before + _up_to(1 << 40, queries, keys) - _up_to(max(apart, 1) - 1, queries, keys)
+
+    def square(self, rows: Rows) -> NDArray[np.float64]:
+        return self.pairs(rows, rows)
+
+    def whole(self, segment: int) -> NDArray[np.float64]:
+        """The pairs of a segment that is not cut."""
+        return self.square(self.rows(segment, segment * self.length, (segment + 1) * self.length))
 
 
 def _in_near(near: Near, num_tokens: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:
     """`(cells, cells)`: the pairs that count once, those of the window and of the global tokens."""
-    every, later = (_in_band(num_tokens, size, first, is_causal=is_causal) for first in (0, near.global_tokens))
-    return every - later + _in_band(num_tokens, size, near.global_tokens, near.window, is_causal=is_causal)
+
+    def within(first: int, low: int, high: int) -> NDArray[np.float64]:
+        """The pairs of tokens from `first` on with `low <= key - query <= high`."""
+        begin, end = (np.clip(np.arange(0, num_tokens, size) + step, first, max(first, num_tokens)) for step in (0, size))
+        queries = begin[:, None], end[:, None]
+        return _up_to(high, queries, (begin, end)) - _up_to(low - 1, queries, (begin, end))
+
+    every, first = Window(num_tokens).band(is_causal=is_causal), near.global_tokens
+    found = within(0, *every) - within(first, *every)
+    return found + within(first, *Window(near.window).band(is_causal=is_causal)) if near.window else found
 
 
-def _in_band(num_tokens: int, size: int, first: int = 0, window: int | None = None, *, is_causal: bool) -> NDArray[np.float64]:
-    """`(cells, cells)`: the pairs of tokens from `first` on, those in a window (0: none) or, without one, all that may be seen."""
-    start, end = (np.clip(np.arange(0, num_tokens, size) + step, first, max(first, num_tokens)) for step in (0, size))
-    columns = (end - start).astype(np.float64)
-    rows = columns[:, None]
-
-    def up_to(distance: int) -> NDArray[np.float64]:
-        """Per cell, the pairs with `key - query <= distance`: `least + i` keys of the cell for its i-th query."""
-        least = np.clip(distance + 1.0 + start[:, None] - start, -rows, columns)
-        small, large = (np.clip(x, 0, columns) for x in (least, least + rows))
-        inner: NDArray[np.float64] = (large * (large - 1) - small * (small - 1)) / 2
-        return inner + columns * np.maximum(least + rows - columns, 0)
-
-    if window == 0:
-        return np.zeros_like(rows * columns)
-    low, high = Window(num_tokens if window is None else window).band(is_causal=is_causal)
-    return up_to(high) - up_to(low - 1)
-
-
-def _rows(start: Integers, end: Integers, rate: int, offset: int) -> NDArray[np.float64]:
-    """How many rows are kept in tokens `start ... end` of a segment."""
-    before, upto = (np.maximum(0, -((offset - tokens) // rate)) for tokens in (start, end))
-    return (upto - before).astype(np.float64)
+def _up_to(distance: int, queries: Rows, keys: Rows) -> NDArray[np.float64]:
+    """How many pairs of a rectangle have `key - query <= distance`: `least + i` keys for its i-th query."""
+    rows, columns = (np.asarray(end - begin, dtype=np.float64) for begin, end in (queries, keys))
+    least = np.clip(distance + 1.0 + queries[0] - keys[0], -rows, columns)
+    small, large = (np.clip(x, 0, columns) for x in (least, least + rows))
+    inner: NDArray[np.float64] = (large * (large - 1) - small * (small - 1)) / 2
+    return inner + columns * np.maximum(least + rows - columns, 0)
 
 
 def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False, name: str | None = None) -> Figure:
