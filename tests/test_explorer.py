@@ -21,7 +21,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="nox -s explorer in
 
 PAGE = Path(__file__).parents[1] / "docs" / "explorer" / "index.html"
 BROWSER = os.environ.get("FLEXDILATED_BROWSER") or shutil.which("chromium") or shutil.which("chromium-browser")
-RULES = ("window", "heads", "offsets", "zero_padding", "detach_weights")
+RULES = ("window", "global_tokens", "heads", "offsets", "zero_padding", "detach_weights")
 State = dict[str, Any]
 Counts = NDArray[np.int64]
 
@@ -65,7 +65,9 @@ def pattern_of(state: State) -> DilatedPattern:
 
 def random_state(rng: random.Random) -> State:
     window = rng.choice((None, None, 1, 2, 5, 19))
-    branches = rng.randint(1 if window is None else 0, 4)
+    first = rng.choice((0, 0, 1, 3, 17, 70))
+    has_near = window is not None or first > 0
+    branches = rng.randint(0 if has_near else 1, 4)
     group = rng.choice((1, 1, 2, 3))
     kv_heads = rng.randint(max(1, branches), 6)
     num_tokens = rng.choice((1, 2, 13, 31, 37, 53, 61))
@@ -76,10 +78,11 @@ def random_state(rng: random.Random) -> State:
         "segment_lengths": lengths,
         "dilation_rates": [rng.choice([r for r in (1, 1, 2, 3, 4, 6, 7, length) if r <= length]) for length in lengths],
         "window": window,
+        "global_tokens": first,
         "heads": rng.choice(("all", "grouped")),
         "offsets": rng.choice(("blocked", "interleaved")),
-        "zero_padding": rng.random() < 0.3,
-        "detach_weights": rng.random() < 0.3,
+        "zero_padding": not has_near and rng.random() < 0.3,
+        "detach_weights": not has_near and rng.random() < 0.3,
         "is_causal": rng.random() < 0.5,
         "num_heads": kv_heads * group,
         "num_kv_heads": kv_heads,
@@ -202,7 +205,14 @@ def test_reach_of_one_query_over_a_long_sequence_is_the_librarys(page: Any) -> N
 
 def published(**changes: Any) -> State:
     numbers = {"is_causal": False, "head_dim": 64, "block_size": 128, "layers": 2, "head": 0, "query": 5003}
-    rules = {"window": None, "heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False}
+    rules = {
+        "window": None,
+        "global_tokens": 0,
+        "heads": "all",
+        "offsets": "blocked",
+        "zero_padding": False,
+        "detach_weights": False,
+    }
     return {**rules, **numbers, **changes}
 
 
@@ -217,10 +227,11 @@ LARGE = [
     # rates whose least common multiple is far beyond the sequence
     large([9973, 19997, 39989, 59999], [9973, 89, 97, 101], 59_999, 5, 5, offsets="interleaved"),
     large([70_121], [8], 70_121, 8, 8, window=1021, is_causal=True),
+    large([70_121], [8], 70_121, 8, 8, window=1021, global_tokens=5, is_causal=True),
 ]
 
 
-@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime", "window"))
+@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime", "window", "first"))
 def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
     found = asked(page, "state => explorer.compute(state, ['pairs', 'query', 'tiles', 'pictures', 'uncovered'])", state)
     pattern, num_tokens, kv_heads = pattern_of(state), state["seq_len"], state["num_kv_heads"]
@@ -236,6 +247,7 @@ def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
         assert [each["partial"], each["full"], each["packed"]] == [tally.partial, tally.full, tally.packed]
     position = np.arange(num_tokens)
     keys = {p for p in position[max(0, state["query"] + 1 - (state["window"] or 0)) :] if p <= state["query"]}  # causal
+    keys |= set(range(state["global_tokens"]))
     for i, (length, rate) in enumerate(pattern.split("tests")[0]):
         offset = pattern.offset(i, 0, kv_heads)
         kept = position % length % rate == offset
@@ -264,6 +276,11 @@ def test_presets_are_the_librarys(page: Any) -> None:
         {"dilation_rates": [1, 9]},
         {"segment_lengths": [], "dilation_rates": []},
         {"window": 0},
+        {"window": "near"},
+        {"global_tokens": -1},
+        {"global_tokens": "few"},
+        {"global_tokens": 2, "zero_padding": True},
+        {"window": 2, "detach_weights": True},
         {"heads": "some"},
         {"offsets": 'it"s'},
         {"seq_len": 0},

@@ -6,7 +6,7 @@
   const FLAGS = { zero_padding: "zero_padding", detach_weights: "detach_weights", is_causal: "causal" };
   const BITS = new Map([[false, 0], [true, 1]]), FLAG_OF = new Map([["0", false], ["1", true]]);
   const NUMBERS = {
-    window: "window", seq_len: "N", num_heads: "H", num_kv_heads: "KV", block_size: "tile", head_dim: "D",
+    window: "window", global_tokens: "first", seq_len: "N", num_heads: "H", num_kv_heads: "KV", block_size: "tile", head_dim: "D",
     layers: "layers", head: "head", query: "query",
   };
 

@@ -2,17 +2,13 @@
 "use strict";
 
 (() => {
-  const { ceilDiv, mod, numKept } = explorer;
+  const { ceilDiv, mod, nearOf, numKept, rowsApart } = explorer;
   const MOST_CELLS = 512; // of a picture, per side
   const MOST_BLOCKS = 8192; // of a block mask, per side: as `flexdilated show --blocks`
   const MOST_REACHED = 4096; // tokens of which all pairs are followed through the layers
   const MOST_FOLLOWED = 1 << 22; // tokens of which one query is
 
   const tokensPerCell = (numTokens, most = MOST_CELLS) => ceilDiv(numTokens, most);
-
-  // How many positions of [first, end), inside the segment that begins at `start`, a branch keeps.
-  const keptIn = (branch, start, first, end) =>
-    numKept(end - start, branch.rate, branch.offset) - numKept(first - start, branch.rate, branch.offset);
 
   // -- pairs -------------------------------------------------------------------------------------------------------------------
 
@@ -22,7 +18,9 @@
     const c = tokensPerCell(numTokens, most);
     const cells = ceilDiv(numTokens, c);
     const counts = new Float64Array(cells * cells);
-    for (const branch of branches) addBranch(counts, cells, c, branch, numTokens, isCausal);
+    const near = nearOf(branches);
+    if (near.window || near.first) addNear(counts, cells, c, near, numTokens, isCausal);
+    for (const branch of explorer.segmentsOf(branches)) addBranch(counts, cells, c, branch, near, numTokens, isCausal);
     return { cells, tokensPerCell: c, counts };
   }
 
@@ -34,38 +32,47 @@
     return (b * (b - 1) - a * (a - 1)) / 2 + columns * Math.max(low + rows - columns, 0);
   }
 
-  function addWindow(counts, cells, c, window, numTokens, isCausal) {
+  // Pairs of the window, and all pairs but those without a global token.
+  function addNear(counts, cells, c, { window, first }, numTokens, isCausal) {
     const far = Math.ceil((window - 1) / c) + 1; // cells that a row of cells sees to a side, at most
     for (let i = 0; i < cells; i++) {
-      const begin = i * c, end = Math.min(begin + c, numTokens);
-      for (let j = Math.max(0, i - far); j < Math.min(cells, isCausal ? i + 1 : i + far + 1); j++) {
-        const keys = [begin, end, j * c, Math.min((j + 1) * c, numTokens)];
-        counts[i * cells + j] += pairsUpTo(isCausal ? 0 : window - 1, ...keys) - pairsUpTo(-window, ...keys);
+      const at = (k, from) => [Math.max(k * c, from), Math.max(Math.min((k + 1) * c, numTokens), from)];
+      for (let j = 0; j < (isCausal ? i + 1 : cells); j++) {
+        const all = [...at(i, 0), ...at(j, 0)], later = [...at(i, first), ...at(j, first)], most = isCausal ? 0 : numTokens;
+        if (first) counts[i * cells + j] += pairsUpTo(most, ...all) - pairsUpTo(most, ...later);
+        if (window && Math.abs(i - j) <= far) counts[i * cells + j] += pairsUpTo(isCausal ? 0 : window - 1, ...later) - pairsUpTo(-window, ...later);
       }
     }
   }
 
-  function addBranch(counts, cells, c, branch, numTokens, isCausal) {
-    if (branch.window) return addWindow(counts, cells, c, branch.window, numTokens, isCausal);
-    const w = Math.min(branch.length, numTokens);
-    // Of each cell the segment of its first and of its last token, and what it keeps of either.
-    const first = new Float64Array(cells), last = new Float64Array(cells);
-    const keptFirst = new Float64Array(cells), keptLast = new Float64Array(cells);
-    const joined = (kept) => (isCausal ? (kept * (kept + 1)) / 2 : kept * kept);
+  function addBranch(counts, cells, c, branch, near, numTokens, isCausal) {
+    const w = Math.min(branch.length, numTokens), apart = rowsApart(near, branch.rate);
+    // Rows of a segment among its tokens [begin, end), without those of global tokens; and pairs of such rows that are far enough.
+    const rows = (segment, begin, end) => {
+      const [skipped, from, to] = [near.first, begin, end].map((token) => numKept(Math.min(token - segment * w, w), branch.rate, branch.offset));
+      return [Math.max(from, skipped), Math.max(from, skipped, to)];
+    };
+    const joined = (queries, keys) => pairsUpTo(-apart, ...queries, ...keys) +
+      (isCausal ? 0 : (queries[1] - queries[0]) * (keys[1] - keys[0]) - pairsUpTo(Math.max(apart, 1) - 1, ...queries, ...keys));
+    const square = (queries) => joined(queries, queries), whole = (segment) => square(rows(segment, segment * w, (segment + 1) * w));
+    const begun = Math.floor(near.first / w); // the segment of the first token that is not global
+    // Of each cell the segment of its first and of its last token, and the rows in either.
+    const first = new Float64Array(cells), last = new Float64Array(cells), rowsFirst = [], rowsLast = [];
     for (let i = 0; i < cells; i++) {
       const begin = i * c, end = Math.min(begin + c, numTokens);
       const a = (first[i] = Math.floor(begin / w)), b = (last[i] = Math.floor((end - 1) / w));
-      keptFirst[i] = keptIn(branch, a * w, begin, Math.min(end, (a + 1) * w));
-      keptLast[i] = keptIn(branch, b * w, Math.max(begin, b * w), end);
-      counts[i * cells + i] += joined(keptFirst[i]);
-      if (b > a) counts[i * cells + i] += joined(keptLast[i]) + (b - a - 1) * joined(numKept(w, branch.rate, branch.offset));
+      rowsFirst.push(rows(a, begin, Math.min(end, (a + 1) * w)));
+      rowsLast.push(rows(b, Math.max(begin, b * w), end));
+      counts[i * cells + i] += square(rowsFirst[i]) + (b > a ? square(rowsLast[i]) : 0);
+      if (a < begun && begun < b) counts[i * cells + i] += whole(begun);
+      const later = b - 1 - Math.max(a, begun);
+      if (later > 0) counts[i * cells + i] += later * whole(b - 1);
     }
     // Two cells share at most the segment of the earlier one's last token. Row by row, as they lie in memory.
     for (let i = 0; i < cells; i++) {
       const row = i * cells;
-      if (keptFirst[i]) for (let j = i - 1; j >= 0 && last[j] === first[i]; j--) counts[row + j] += keptFirst[i] * keptLast[j];
-      if (isCausal || !keptLast[i]) continue;
-      for (let j = i + 1; j < cells && first[j] === last[i]; j++) counts[row + j] += keptLast[i] * keptFirst[j];
+      for (let j = i - 1; j >= 0 && last[j] === first[i]; j--) counts[row + j] += joined(rowsFirst[i], rowsLast[j]);
+      for (let j = i + 1; !isCausal && j < cells && first[j] === last[i]; j++) counts[row + j] += joined(rowsLast[i], rowsFirst[j]);
     }
   }
 
@@ -76,11 +83,13 @@
     }));
   }
 
-  // How many branches join a pair.
+  // Whether a pair is one of the window or the global tokens, and how often a pair counts.
+  const isNear = ({ window, first }, query, key) => Math.abs(query - key) < window || Math.min(query, key) < first;
+
   function multiplicity(branches, query, key, isCausal) {
     if (isCausal && key > query) return 0;
-    return branches.filter(({ length, rate, offset, window }) => {
-      if (window) return Math.abs(query - key) < window;
+    if (isNear(nearOf(branches), query, key)) return 1;
+    return explorer.segmentsOf(branches).filter(({ length, rate, offset }) => {
       const start = Math.floor(query / length) * length;
       return Math.floor(key / length) * length === start && (query - start) % rate === offset && (key - start) % rate === offset;
     }).length;
@@ -88,22 +97,28 @@
 
   // -- one query ---------------------------------------------------------------------------------------------------------------
 
-  // The keys of a query: per branch the run that it sees, `rows` tokens from `first` on, every rate-th; and of all together.
+  // The keys of a query: per branch the parts of a run that it sees, `rows` tokens from `first` on, every rate-th; and of all together.
   function queryKeys(state, branches) {
     const { query, seq_len: numTokens, is_causal: isCausal } = state;
+    const near = nearOf(branches), limit = isCausal ? query + 1 : numTokens;
     const runs = branches.map((branch) => {
+      const run = (start, end, keeps, ...spans) => {
+        const parts = spans.map(([low, high]) => ({ first: low, rate: branch.rate, rows: keeps ? numKept(high - low, branch.rate, 0) : 0 }));
+        return { ...branch, start, end, keeps, parts, rows: parts.reduce((sum, { rows }) => sum + rows, 0) };
+      };
+      if (branch.first) return run(0, Math.min(branch.first, numTokens), true, [0, query < branch.first ? limit : branch.first]);
       if (branch.window) {
-        const start = Math.max(0, query - branch.window + 1), end = isCausal ? query + 1 : Math.min(query + branch.window, numTokens);
-        return { ...branch, start, end, keeps: true, first: start, rows: end - start };
+        const [low, high] = [Math.max(near.first, query - branch.window + 1), Math.min(query + branch.window, limit)];
+        return run(low, high, true, [low, query < near.first ? low : high]);
       }
-      const start = Math.floor(query / branch.length) * branch.length;
-      const keeps = (query - start) % branch.rate === branch.offset;
-      const end = isCausal ? query + 1 : Math.min(start + branch.length, numTokens);
-      const first = start + branch.offset;
-      const rows = keeps ? numKept(end - start, branch.rate, branch.offset) : 0;
-      return { ...branch, start, end: Math.min(start + branch.length, numTokens), keeps, first, rows };
+      const { length, rate, offset } = branch, start = Math.floor(query / length) * length, end = Math.min(start + length, numTokens);
+      const keeps = (query - start) % rate === offset, apart = rowsApart(near, rate) * rate;
+      const low = start + offset + numKept(Math.min(near.first - start, length), rate, offset) * rate; // its first key
+      if (!keeps || query < near.first) return run(start, end, keeps, [low, low]);
+      if (!apart) return run(start, end, keeps, [low, Math.min(end, limit)]);
+      return run(start, end, keeps, [low, query - apart + 1], ...(isCausal ? [] : [[query + apart, end]]));
     });
-    const seen = runs.filter(({ rows }) => rows);
+    const seen = runs.flatMap(({ parts }) => parts).filter(({ rows }) => rows);
     const union = seen.map(({ first, rate, rows }) => ({ first, rate, begin: first, end: first + (rows - 1) * rate + 1 }));
     return {
       runs,
@@ -128,7 +143,7 @@
       heads,
       ...rawTiles(branches, numTokens, size, isCausal, blocks, heads.includes(explorer.kvHead(state)) ? group : null),
       packed: branches.reduce((sum, branch) => sum + packedTiles(branch, numTokens, size, isCausal), 0),
-      pairs: branches.reduce((sum, b) => sum + explorer.pairsOfBranch(b, b.offset, numTokens, isCausal), 0n),
+      pairs: branches.reduce((sum, b) => sum + explorer.pairsOfBranch(b, b.offset, numTokens, isCausal, nearOf(branches)), 0n),
     }));
     return { blocks, group, cells: ceilDiv(blocks, group), tiles: blocks * blocks, heads: found };
   }
@@ -185,14 +200,15 @@
     const found = new Map();
     for (const branch of branches) {
       const length = Math.min(branch.length, numTokens);
-      found.set(`${length},${branch.rate},${branch.offset},${branch.window}`, { ...branch, length });
+      found.set(`${length},${branch.rate},${branch.offset},${branch.window},${branch.first}`, { ...branch, length });
     }
     return [...found.values()];
   }
 
   // The column blocks that a branch joins with a row of blocks, as runs of [first, last].
-  function columnRuns({ length, rate, offset, window }, row, numTokens, size, isCausal) {
+  function columnRuns({ length, rate, offset, window, first }, row, numTokens, size, isCausal) {
     const begin = row * size, end = Math.min(begin + size, numTokens);
+    if (first) return [[0, Math.floor((Math.min(isCausal ? end : numTokens, begin < first && !isCausal ? numTokens : first) - 1) / size)]];
     if (window) return [[Math.max(0, begin - window + 1), Math.min(end - 1 + (isCausal ? 0 : window - 1), numTokens - 1)].map((key) => Math.floor(key / size))];
     const found = [];
     for (let s = Math.floor(begin / length); s * length < end; s++) {
@@ -210,7 +226,7 @@
   // First and last column block that branches of rate 1 join in full with a row of blocks.
   function fullColumns(branches, row, numTokens, size, isCausal) {
     const begin = row * size, last = begin + size - 1;
-    const near = branches.filter(({ rate }) => rate === 1);
+    const near = branches.filter(({ rate, first }) => rate === 1 && !first);
     if (!near.length || last >= numTokens) return [1, 0];
     const down = Math.min(...near.map(({ length: w, window }) => (window ? Math.max(0, last + 1 - window) : Math.floor(last / w) * w)));
     const ends = near.map(({ length: w, window }) => (window ? begin + window : (Math.floor(begin / w) + 1) * w));
@@ -221,6 +237,7 @@
   // Whether a dilated branch may complete a tile. Dilated branches join positions whose distance is a multiple of a rate: where the
   // borders of the rate 1 branches nest, they leave at least a row of a tile, which a few rates cannot fill.
   function completion(branches, size) {
+    if (nearOf(branches).first) return true; // global tokens may be a part of a tile
     const lengths = branches.filter(({ rate, window }) => rate === 1 && !window).map(({ length }) => length);
     const longest = Math.max(...lengths);
     const rates = [...new Set(branches.map(({ rate }) => rate))].filter((rate) => rate > 1);
@@ -241,11 +258,11 @@
   }
 
   // Tiles of a mask over the kept rows of a branch, segment after segment.
-  function packedTiles({ length, rate, offset, window }, numTokens, size, isCausal) {
-    if (window) {
+  function packedTiles({ length, rate, offset, window, first: globals }, numTokens, size, isCausal) {
+    if (window || globals) {
       let tiles = 0;
       for (let row = 0; row * size < numTokens; row++) {
-        const [[first, last]] = columnRuns({ window }, row, numTokens, size, isCausal);
+        const [[first, last]] = columnRuns({ window, first: globals }, row, numTokens, size, isCausal);
         tiles += last - first + 1;
       }
       return tiles;
@@ -301,6 +318,7 @@
       const next = now.slice();
       for (const group of all) joinGroup(next, now, group, words, isCausal);
       if (state.window > 1) joinWindow(next, now, words, state.window, isCausal);
+      joinFirst(next, now, words, Math.min(state.global_tokens, n), isCausal);
       const count = countBits(next);
       const grown = count > pairs.at(-1);
       now = next;
@@ -320,6 +338,19 @@
       if (!isCausal) for (let i = 0; i + shift < now.length; i++) after[i] |= after[i + shift];
     }
     for (let i = 0; i < now.length; i++) next[i] |= before[i] | after[i];
+  }
+
+  // Each row takes in the rows of the global tokens; not causal, their rows take in all.
+  function joinFirst(next, now, words, first, isCausal) {
+    const union = new Int32Array(words), n = now.length / words;
+    for (let q = 0; first && q < n; q++) {
+      if (q < first) for (let i = 0; i < words; i++) union[i] |= now[q * words + i];
+      if (isCausal) for (let i = 0; i < words; i++) next[q * words + i] |= union[i];
+    }
+    if (isCausal || !first) return;
+    for (let q = first; q < n; q++) for (let i = 0; i < words; i++) next[q * words + i] |= union[i];
+    for (let q = first; q < n; q++) for (let i = 0; i < words; i++) union[i] |= now[q * words + i];
+    for (let q = 0; q < first; q++) for (let i = 0; i < words; i++) next[q * words + i] |= union[i];
   }
 
   function joinGroup(next, now, { first, rate, end }, words, isCausal) {
@@ -395,6 +426,8 @@
         if (now[q]) last = q;
         if (q - last < state.window) next[q] = 1;
       }
+      next.fill(1, 0, Math.min(state.global_tokens, isCausal ? query + 1 : n));
+      if (!isCausal && now.subarray(0, state.global_tokens).includes(1)) next.fill(1);
       let count = 0;
       for (let q = 0; q < n; q++) count += next[q];
       now = next;
@@ -409,7 +442,7 @@
   // Tokens that no head of any branch keeps: they neither attend nor are seen.
   function uncovered(state) {
     const n = state.seq_len;
-    if (state.window !== null) return 0;
+    if (state.window !== null || state.global_tokens) return 0;
     if (n > MOST_FOLLOWED) return null;
     const kept = new Uint8Array(n);
     for (const { first, rate, end } of groups(state)) for (let q = first; q < end; q += rate) kept[q] = 1;

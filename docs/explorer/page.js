@@ -140,7 +140,7 @@
     for (const input of document.querySelectorAll("[data-number]")) {
       const value = state[input.dataset.number];
       write(input, value ?? "");
-      input.setAttribute("aria-invalid", value !== null && !(value >= 1));
+      input.setAttribute("aria-invalid", value !== null && !(value >= (input.dataset.number === "global_tokens" ? 0 : 1)));
     }
     for (const slider of document.querySelectorAll("[data-slider]")) slide(slider, state[slider.dataset.slider] ?? "none", SLIDERS[slider.dataset.slider].to);
     for (const box of document.querySelectorAll("[data-flag]")) box.checked = state[box.dataset.flag] === true;

@@ -50,7 +50,11 @@ window.explorer = explorer;
     const { window } = state;
     if (window !== null && !isInteger(window)) return `window must be an integer, got ${repr(window)}`;
     if (window !== null && window < 1) return `window must be at least 1, got ${window}`;
-    if (!lengths.length && window === null) return "segment_lengths must hold at least one length if window is None, got ()";
+    const { global_tokens: first } = state;
+    if (!isInteger(first)) return `global_tokens must be an integer, got ${repr(first)}`;
+    if (first < 0) return `global_tokens must be in [0, ${LIMITS.segment_length}], got ${first}`;
+    const hasNear = window !== null || first > 0;
+    if (!lengths.length && !hasNear) return "segment_lengths must hold at least one length without a window or global_tokens, got ()";
     if (lengths.length !== rates.length) {
       return `dilation_rates must hold one rate per segment length (${lengths.length}), got ${tuple(rates)}`;
     }
@@ -64,6 +68,9 @@ window.explorer = explorer;
     if (!OFFSETS.includes(state.offsets)) return `offsets must be one of ${tuple(OFFSETS)}, got ${repr(state.offsets)}`;
     for (const name of ["zero_padding", "detach_weights", "is_causal"]) {
       if (typeof state[name] !== "boolean") return `${name} must be a bool, got ${repr(state[name])}`;
+      if (name !== "is_causal" && state[name] && hasNear) {
+        return `${name} must be False beside a window or global_tokens, got True: torchscale, whose rule it is, has neither`;
+      }
     }
     for (const name of ["num_heads", "seq_len", "num_kv_heads"]) {
       if (!isInteger(state[name])) return `${name} must be an integer, got ${repr(state[name])}`;
@@ -89,7 +96,7 @@ window.explorer = explorer;
     for (const [i, length] of state.segment_lengths.entries()) {
       if (length > LIMITS.segment_length) return most(`segment_lengths[${i}]`, LIMITS.segment_length, length);
     }
-    if (state.window > LIMITS.segment_length) return most("window", LIMITS.segment_length, state.window);
+    for (const name of ["window", "global_tokens"]) if (state[name] > LIMITS.segment_length) return most(name, LIMITS.segment_length, state[name]);
     for (const name of ["num_heads", "seq_len"]) if (state[name] > LIMITS[name]) return most(name, LIMITS[name], state[name]);
     for (const name of ["head", "query"]) {
       if (!isInteger(state[name]) || state[name] < 0) return `${name} must be an integer of at least 0, got ${repr(state[name])}`;
@@ -103,17 +110,24 @@ window.explorer = explorer;
 
   // -- what is kept ------------------------------------------------------------------------------------------------------------
 
-  // The branches of segments, and all of them: a window is the last one, a segment of rate 1 without end to who looks at offsets alone.
+  // The branches of segments, and all of them: then the window and the global tokens, segments of rate 1 without end to who looks at offsets alone.
   const branchesOf = (state) => state.segment_lengths.map((length, i) => ({ index: i, length, rate: state.dilation_rates[i] }));
 
   const allBranchesOf = (state) => [...branchesOf(state),
-    ...(state.window === null ? [] : [{ index: state.segment_lengths.length, length: Infinity, rate: 1, window: state.window }])];
+    ...[{ window: state.window }, { first: state.global_tokens }].filter(({ window, first }) => window || first)
+      .map((near, i) => ({ index: state.segment_lengths.length + i, length: Infinity, rate: 1, ...near }))];
 
-  const segmentsOf = (branches) => branches.filter(({ window }) => !window);
+  const segmentsOf = (branches) => branches.filter(({ window, first }) => !window && !first);
+
+  // Window and global tokens of a head: their pairs count once, and branches of segments leave them out.
+  const nearOf = (branches) => ({ window: branches.find(({ window }) => window)?.window ?? 0, first: branches.find(({ first }) => first)?.first ?? 0 });
+
+  // The least distance, in rows of every rate-th token, of two rows that are no pair of the window.
+  const rowsApart = ({ window }, rate) => (window ? Math.floor((window - 1) / rate) + 1 : 0);
 
   // [first, end) of the key/value heads that run a branch.
   function headRange(state, branch) {
-    if (state.heads === "all" || branch === state.segment_lengths.length) return [0, state.num_kv_heads];
+    if (state.heads === "all" || branch >= state.segment_lengths.length) return [0, state.num_kv_heads];
     const count = state.segment_lengths.length;
     const size = Math.floor(state.num_kv_heads / count);
     const larger = state.num_kv_heads % count;
@@ -122,7 +136,7 @@ window.explorer = explorer;
   }
 
   function offset(state, branch, head) {
-    if (branch === state.segment_lengths.length) return 0; // the window
+    if (branch >= state.segment_lengths.length) return 0; // window and global tokens
     const rate = state.dilation_rates[branch];
     if (state.heads === "grouped") return branch % rate;
     if (state.offsets === "interleaved") return head % rate;
@@ -151,28 +165,34 @@ window.explorer = explorer;
   // -- pairs -------------------------------------------------------------------------------------------------------------------
 
   // (query, key) pairs that one head of a branch scores. BigInt: they grow with the square of the segment.
-  function pairsOfBranch({ length, rate, window }, from, numTokens, isCausal) {
+  function pairsOfBranch({ length, rate, window, first }, from, numTokens, isCausal, near) {
+    const n = BigInt(numTokens), rest = BigInt(Math.max(0, numTokens - near.first)), all = (x) => (isCausal ? (x * (x + 1n)) / 2n : x * x);
+    if (first) return all(n) - all(rest);
     if (window) {
-      const size = BigInt(Math.min(window, numTokens)), n = BigInt(numTokens), before = size * n - (size * (size - 1n)) / 2n;
-      return isCausal ? before : 2n * before - n;
+      const size = BigInt(Math.min(window, Number(rest))), before = size * rest - (size * (size - 1n)) / 2n;
+      return isCausal ? before : 2n * before - rest;
     }
-    const w = Math.min(length, numTokens);
-    const scored = (segment) => {
-      const kept = BigInt(numKept(segment, rate, from));
-      return isCausal ? (kept * (kept + 1n)) / 2n : kept * kept;
+    const w = Math.min(length, numTokens), apart = BigInt(rowsApart(near, rate));
+    const scored = (segment, skipped = 0) => {
+      const kept = BigInt(numKept(segment, rate, from) - numKept(Math.min(skipped, segment), rate, from)), far = kept > apart ? kept - apart : 0n;
+      return isCausal ? (far * (far + 1n)) / 2n : apart ? far * (far + 1n) : kept * kept;
     };
-    return BigInt(Math.floor(numTokens / w)) * scored(w) + scored(numTokens % w);
+    const begun = Math.floor(near.first / w), whole = Math.floor(numTokens / w), skipped = near.first % w; // segments of global tokens alone; the next may have some
+    if (begun > whole) return 0n;
+    if (begun === whole) return scored(numTokens % w, skipped);
+    return scored(w, skipped) + BigInt(whole - begun - 1) * scored(w) + scored(numTokens % w);
   }
 
   // Over all key/value heads, a pair that m branches join counted m times: per branch, in all, and those of dense attention.
   function countPairs(state, numTokens = state.seq_len) {
+    const near = nearOf(allBranchesOf(state));
     const branches = allBranchesOf(state).map((branch) => {
       const { index } = branch, [first, end] = headRange(state, index);
       let total = 0n;
       const known = new Map();
       for (let head = first; head < end; head++) {
         const from = offset(state, index, head);
-        if (!known.has(from)) known.set(from, pairsOfBranch(branch, from, numTokens, state.is_causal));
+        if (!known.has(from)) known.set(from, pairsOfBranch(branch, from, numTokens, state.is_causal, near));
         total += known.get(from);
       }
       return total;
@@ -188,6 +208,7 @@ window.explorer = explorer;
     const lists = state.segment_lengths.length ? ["segment_lengths", "dilation_rates"] : [];
     const fields = lists.map((name) => `${name}=${tuple(state[name])}`);
     if (state.window !== null) fields.push(`window=${state.window}`);
+    if (state.global_tokens) fields.push(`global_tokens=${state.global_tokens}`);
     if (state.heads !== "all") fields.push(`heads="${state.heads}"`);
     if (state.offsets !== "blocked") fields.push(`offsets="${state.offsets}"`);
     for (const name of ["zero_padding", "detach_weights"]) if (state[name]) fields.push(`${name}=True`);
@@ -196,7 +217,7 @@ window.explorer = explorer;
 
   // -- patterns to begin with --------------------------------------------------------------------------------------------------
 
-  const RULES = { window: null, heads: "all", offsets: "blocked", zero_padding: false, detach_weights: false };
+  const RULES = { window: null, global_tokens: 0, heads: "all", offsets: "blocked", zero_padding: false, detach_weights: false };
   const NUMBERS = { block_size: 128, head_dim: 64, layers: 2, head: 0, query: 0, is_causal: false };
   const TORCHSCALE = { zero_padding: true, detach_weights: true };
   const example = (segment_lengths, dilation_rates, num_heads, seq_len, more = {}) => ({
@@ -223,7 +244,7 @@ window.explorer = explorer;
   };
 
   Object.assign(explorer, {
-    LIMITS, NUMBERS, PRESETS, allBranchesOf, branchesOf, ceilDiv, countPairs, headBranches, headClasses, headRange, mod, numKept, offset, pairsOfBranch,
-    parseInteger, python, refusal, segmentsOf,
+    LIMITS, NUMBERS, PRESETS, allBranchesOf, branchesOf, ceilDiv, countPairs, headBranches, headClasses, headRange, mod, nearOf, numKept, offset, pairsOfBranch,
+    parseInteger, python, refusal, rowsApart, segmentsOf,
   });
 })();

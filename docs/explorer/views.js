@@ -43,7 +43,7 @@
     if (near && !joined) {
       for (let i = 0; i < counts.length; i++) if (near[i] && near[i] === counts[i]) level[i] = palette.length + 1;
       palette = [...palette, colors().window];
-      names = [...names, "the window alone"];
+      names = [...names, "window or first tokens alone"];
     }
     palette = [colors().apart, ...palette, colors().future];
     if (isCausal) {
@@ -146,7 +146,8 @@
       const count = counts[row * cells + column];
       if (c === 1) {
         const by = branches.filter((branch) => explorer.multiplicity([branch], row, column, isCausal));
-        const names = by.map(pairName).join(" and ");
+        const near = by.filter(({ window, first }) => window || first); // then branches of segments leave the pair out
+        const names = (near.length ? near : by).map(pairName).join(" and ");
         const what = count ? `joined by ${plural(count, "branch", "branches")}, ${names}` : isCausal && column > row ? "in the future" : "not joined";
         return `query ${number(row)}, key ${number(column)}: ${what}`;
       }
@@ -162,7 +163,7 @@
       const joined = el.querySelector("[name=shade]:checked").value === "any";
       const branches = Math.max(...classes.map((one) => one.branches.length));
       const options = { isCausal: state.is_causal, numTokens: state.seq_len, branches, joined };
-      const { level, palette, items } = shaded(this.found, { ...options, near: inWindow(state) });
+      const { level, palette, items } = shaded(this.found, { ...options, near: inNear(state) });
       el.querySelector(".about").textContent =
         `Queries down, keys across; ${joined ? "a pair is marked when any branch joins it" : "the colour shows how many branches join a pair"}` +
         ` for head ${state.head}. Outlined squares are segments${state.window ? ", lines the edges of the window" : ""}. A click, or Enter, opens the query in the view One query. ` +
@@ -176,9 +177,9 @@
     },
   };
 
-  // The pairs of a picture's cells that are in the window, where there is one.
-  const inWindow = (state, most) => state.window &&
-    explorer.picture([{ window: state.window }], state.seq_len, state.is_causal, most).counts;
+  // The pairs of a picture's cells that are in the window or have a global token, where there are any.
+  const inNear = (state, most) => (state.window || state.global_tokens) &&
+    explorer.picture(explorer.allBranchesOf(state).slice(state.segment_lengths.length), state.seq_len, state.is_causal, most).counts;
 
   // A small picture for each heads that keep the same; pressing one looks at its first head.
   function multiples(box, classes, chosen, options, state, app, isMoving) {
@@ -199,7 +200,7 @@
       if (isMoving && state.seq_len > 512) return; // they follow when the slider rests
       const canvas = button.querySelector("canvas");
       const few = explorer.picture(branches, state.seq_len, state.is_causal, 96);
-      const { level, palette } = shaded(few, { ...options, near: inWindow(state, 96) });
+      const { level, palette } = shaded(few, { ...options, near: inNear(state, 96) });
       if (canvas.width !== few.cells) Object.assign(canvas, { width: few.cells, height: few.cells });
       canvas.getContext("2d").drawImage(cellsOf(level, few.cells, few.cells, palette), 0, 0);
     });
@@ -245,7 +246,7 @@
         if (document.activeElement !== input || input.type === "range") input.value = state.query;
       }
       const { runs, keys, joins, farthest } = query;
-      el.querySelector(".about").textContent = "Each strip is the whole sequence; the outline is the query's segment or window, the mark the query." +
+      el.querySelector(".about").textContent = "Each strip is the whole sequence; the outline is the query's segment, window or first tokens, the mark the query." +
         (state.seq_len > BINS ? ` ${number(state.seq_len)} tokens are too many to draw one by one: each of ${BINS} columns is coloured by the share of its tokens that are seen.` : "");
       el.querySelector(".conclusion").textContent = keys
         ? `Query ${number(state.query)} of head ${state.head} sees ${plural(keys, "key")}` +
@@ -298,7 +299,7 @@
   function binned(runs, edges) {
     const counts = new Float64Array(edges.length - 1);
     const below = (run, token) => Math.min(run.rows, explorer.numKept(token, run.rate, run.first));
-    for (const run of runs) {
+    for (const run of runs.flatMap(({ parts }) => parts)) {
       if (!run.rows) continue;
       for (let i = 0; i + 1 < edges.length; i++) counts[i] += below(run, edges[i + 1]) - below(run, edges[i]);
     }
@@ -344,7 +345,7 @@
       const chosen = classOf(tiles.heads, state), each = tiles.heads[chosen], size = state.block_size;
       const waste = ({ pairs }, visited) => (pairs ? `${times((visited * size * size) / Number(pairs))}x` : "-");
       el.querySelector(".about").textContent = "A visited tile is computed whole. Raw: one mask over the sequence as it is. Packed: the kept rows of " +
-        `a branch, segment after segment, one mask per branch. Waste is pairs in visited tiles per useful pair.${ofHeads(state)} ` +
+        `a branch, segment after segment, one mask per branch, near pairs too. Waste is pairs in visited tiles per useful pair.${ofHeads(state)} ` +
         (tiles.group === 1 ? "" : `${number(tiles.blocks)} tiles per side are too many to draw: each cell is ${tiles.group} x ${tiles.group} tiles.`);
       el.querySelector(".conclusion").textContent = `Head ${state.head} visits ${percent(each.partial + each.full, tiles.tiles)} of the tiles raw: ` +
         `waste ${waste(each, each.partial + each.full)}; packed ${waste(each, each.packed)}.`;
@@ -385,7 +386,7 @@
     id: "cost",
     title: "Cost",
     parts: [],
-    markup: `<h2>Pairs against dense attention</h2><p class="about">Scored pairs over all key/value heads, a pair that m branches join counted m times.
+    markup: `<h2>Pairs against dense attention</h2><p class="about">Scored pairs over all key/value heads, a pair that m branches of segments join counted m times, and one of the window or the first tokens once.
       A forward takes 4 floating-point operations per pair and element of a head.</p>
       <div class="tools"><label>Elements per head <input inputmode="numeric" data-state="head_dim" data-integer></label></div>
       <p class="conclusion" aria-live="polite"></p>

@@ -39,8 +39,8 @@
   }
 
   // A branch in short, and in a sentence.
-  const shortName = ({ length, rate, window }) => (window ? `window ${number(window)}` : `w ${number(length)}, r ${rate}`);
-  const pairName = ({ length, rate, window }) => (window ? `the window of ${number(window)}` : `(${number(length)}, ${rate})`);
+  const shortName = ({ length, rate, window, first }) => (first ? `first ${number(first)}` : window ? `window ${number(window)}` : `w ${number(length)}, r ${rate}`);
+  const pairName = ({ length, rate, window, first }) => (first ? `the first ${number(first)}` : window ? `the window of ${number(window)}` : `(${number(length)}, ${rate})`);
 
   const range = (first, end) => (end - first === 1 ? number(first) : `${number(first)}-${number(end - 1)}`);
 

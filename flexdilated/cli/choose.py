@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ def choose(
     segment_lengths: options.SegmentLengthsOption = None,
     dilation_rates: options.DilationRatesOption = None,
     window: options.WindowOption = None,
+    global_tokens: options.GlobalTokensOption = 0,
     preset: options.PresetOption = None,
     heads_rule: options.HeadsRuleOption = "all",
     offsets: options.OffsetsOption = "blocked",
@@ -38,11 +39,10 @@ def choose(
     options.check_picture(output)
     kv_heads = options.kv_heads_named(heads, kv_heads)
     patterns: list[DilatedPattern] = []
-    if preset or segment_lengths or dilation_rates or window:
+    if preset or segment_lengths or dilation_rates or window or global_tokens:
         named = (segment_lengths, dilation_rates, preset)
-        patterns.append(
-            options.pattern_named(*named, window=window, heads_rule=heads_rule, offsets=offsets, heads=kv_heads, tokens=tokens)
-        )
+        rules: dict[str, Any] = {"window": window, "global_tokens": global_tokens, "heads_rule": heads_rule, "offsets": offsets}
+        patterns.append(options.pattern_named(*named, heads=kv_heads, tokens=tokens, **rules))
     found = choose_pattern(tokens, kv_heads, budget=budget, is_causal=causal, patterns=patterns)
     note = few_heads(found)
     python = [repr(each.pattern) for each in found.shown]
@@ -71,9 +71,9 @@ def choose(
 
 def _address(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, *, causal: bool) -> str:
     """The part of the explorer's address that holds its state."""
-    segments, window = pattern.split("the explorer's address")
-    lists = dict(zip(("w", "r", "window"), [*(zip(*segments) if segments else ((), ())), *([window] if window else [])]))
-    parts = [f"{name}={','.join(map(str, values))}" for name, values in lists.items()]
+    segments, near = pattern.split("the explorer's address")
+    parts = [f"{name}={','.join(map(str, values))}" for name, values in zip("wr", zip(*segments) if segments else ((), ()))]
+    parts += [f"{name}={number}" for name, number in zip(("window", "first"), near) if number]
     parts += [f"N={tokens}", f"H={heads}", f"KV={kv_heads}", f"causal={int(causal)}", f"heads={pattern.heads}"]
     flags = ("zero_padding", "detach_weights")
     return "#" + "&".join([*parts, f"offsets={pattern.offsets}", *(f"{flag}=1" for flag in flags if getattr(pattern, flag))])

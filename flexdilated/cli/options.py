@@ -61,6 +61,12 @@ WindowOption = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Tokens of a sliding window, the query's own among them: beside the segments, or alone."),
 ]
+GlobalTokensOption = Annotated[
+    int,
+    typer.Option(
+        min=0, metavar="N", help="First tokens of the sequence, which every query sees: beside segments and window, or alone."
+    ),
+]
 PresetOption = Annotated[
     Literal["causal", "longnet", "gigapath"] | None,
     typer.Option(
@@ -118,6 +124,7 @@ def pattern_named(
     preset: str | None = None,
     *,
     window: int | None = None,
+    global_tokens: int = 0,
     default: DilatedPattern = EXAMPLE,
     heads_rule: Literal["all", "grouped"] = "all",
     offsets: Literal["blocked", "interleaved"] = "blocked",
@@ -134,11 +141,12 @@ def pattern_named(
         pattern = PRESETS[preset]() if preset in PRESETS else DilatedPattern.causal(tokens or 1, heads)
     elif segment_lengths is not None and dilation_rates is not None:
         pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates))
-    elif window is not None and segment_lengths is None and dilation_rates is None:
-        pattern = DilatedPattern(window=window)
     elif segment_lengths is not None or dilation_rates is not None:
         refuse("--segment-lengths and --dilation-rates must come together, got one of them")
-    pattern = replace(pattern, window=pattern.window if window is None else window, heads=heads_rule, offsets=offsets)
+    elif window is not None or global_tokens:
+        pattern = DilatedPattern(window=window, global_tokens=global_tokens)
+    window, global_tokens = pattern.window if window is None else window, global_tokens or pattern.global_tokens
+    pattern = replace(pattern, window=window, global_tokens=global_tokens, heads=heads_rule, offsets=offsets)
     pattern.check_heads(heads)
     return pattern
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -68,6 +68,7 @@ def plan(
     segment_lengths: options.SegmentLengthsOption = None,
     dilation_rates: options.DilationRatesOption = None,
     window: options.WindowOption = None,
+    global_tokens: options.GlobalTokensOption = 0,
     heads_rule: options.HeadsRuleOption = "all",
     offsets: options.OffsetsOption = "blocked",
     heads: options.HeadsOption = 12,
@@ -116,9 +117,8 @@ def plan(
     options.check_picture(output)
     kv_heads = options.kv_heads_named(heads, kv_heads)
     pattern_options = (segment_lengths, dilation_rates, preset)
-    pattern = options.pattern_named(
-        *pattern_options, window=window, heads_rule=heads_rule, offsets=offsets, heads=kv_heads, tokens=tokens
-    )
+    rules: dict[str, Any] = {"window": window, "global_tokens": global_tokens, "heads_rule": heads_rule, "offsets": offsets}
+    pattern = options.pattern_named(*pattern_options, heads=kv_heads, tokens=tokens, **rules)
     documents = (tokens,) if document_lengths is None else tuple(document_lengths)
     if min(documents) < 0 or sum(documents) != tokens:
         refuse(f"--document-lengths must add up to --tokens={tokens}, each at least 0, got {','.join(map(str, documents))}")

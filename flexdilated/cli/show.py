@@ -43,6 +43,7 @@ def show(
     segment_lengths: options.SegmentLengthsOption = None,
     dilation_rates: options.DilationRatesOption = None,
     window: options.WindowOption = None,
+    global_tokens: options.GlobalTokensOption = 0,
     preset: options.PresetOption = None,
     heads_rule: options.HeadsRuleOption = "all",
     offsets: options.OffsetsOption = "blocked",
@@ -51,7 +52,7 @@ def show(
     tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Sequence length in tokens.", show_default="the longest segment; of a window alone, 4 windows"
+            min=1, metavar="N", help="Sequence length in tokens.", show_default="the longest segment; without segments, 4 windows"
         ),
     ] = None,
     causal: options.CausalOption = False,
@@ -81,9 +82,9 @@ def show(
     if kv_heads > MAX_HEADS:
         refuse(f"--heads must be at most {MAX_HEADS} key/value heads, one panel each, got {kv_heads}")
     named, default = (segment_lengths, dilation_rates, preset), options.EXAMPLE if blocks else SMALL
-    rules: dict[str, Any] = {"heads_rule": heads_rule, "offsets": offsets}
-    pattern = options.pattern_named(*named, window=window, default=default, heads=kv_heads, tokens=tokens, **rules)
-    longest = max(pattern.segment_lengths, default=4 * (window or 1))
+    rules: dict[str, Any] = {"window": window, "global_tokens": global_tokens, "heads_rule": heads_rule, "offsets": offsets}
+    pattern = options.pattern_named(*named, default=default, heads=kv_heads, tokens=tokens, **rules)
+    longest = max(pattern.segment_lengths, default=4 * max(pattern.window or 1, global_tokens))
     num_tokens = (min(longest, DEFAULT_BLOCK_TOKENS) if blocks else longest) if tokens is None else tokens
     name, console = None if preset is None else NAMES[preset], Console()
     if blocks:

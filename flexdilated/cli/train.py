@@ -22,6 +22,7 @@ from flexdilated.cli.generate import continued, printable
 from flexdilated.cli.options import (
     CudaDeviceOption,
     DilationRatesOption,
+    GlobalTokensOption,
     SegmentLengthsOption,
     WindowOption,
     connection,
@@ -90,6 +91,7 @@ def train(
     segment_lengths: SegmentLengthsOption = None,
     dilation_rates: DilationRatesOption = None,
     window: WindowOption = None,
+    global_tokens: GlobalTokensOption = 0,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
     embed_dim: Annotated[int, typer.Option(min=2, help="Elements per token.")] = 192,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 6,
@@ -113,7 +115,7 @@ def train(
 ) -> None:
     """Train a byte-level LongNet on text and report bits per held-out byte (lower is better; raw bytes are 8).
 
-    Without lengths, rates and window the pattern is DilatedPattern.causal(tokens, heads), also with --weights.
+    Without lengths, rates, window and global tokens the pattern is DilatedPattern.causal(tokens, heads), also with --weights.
 
     The default run takes about 2 to 6 minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
 
@@ -130,7 +132,9 @@ def train(
     console = Console(quiet=rank > 0)
     place = device_named(device, auto=["cuda"]) if num_ranks == 1 else device_of_rank(device)
     causal = DilatedPattern.causal(sequence_length, heads)
-    pattern = pattern_named(segment_lengths, dilation_rates, window=window, default=causal, heads=heads)
+    pattern = pattern_named(
+        segment_lengths, dilation_rates, window=window, global_tokens=global_tokens, default=causal, heads=heads
+    )
     options = TrainOptions(
         sequence_length=sequence_length,
         batch_size=batch_size,

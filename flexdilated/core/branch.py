@@ -32,7 +32,7 @@ class Window(NamedTuple):
 class GlobalTokens(NamedTuple):
     """The first tokens of a document: every query sees them, and, without causality, they see every key."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuple has a method of this name
 
 
 class Near(NamedTuple):
@@ -48,6 +48,13 @@ class Near(NamedTuple):
         """Whether a pair counts here, without causality. Positions are those in a document: numbers, arrays or tensors."""
         joined = (query - key < self.window) & (key - query < self.window)
         return joined | (query < self.global_tokens) | (key < self.global_tokens) if self.global_tokens else joined
+
+    def keys(self, query: int, num_tokens: int, *, is_causal: bool) -> tuple[range, range]:
+        """The keys that a query sees here: the global tokens, or all keys of a global query, and then those of the window."""
+        first, end = self.global_tokens, query + 1 if is_causal else num_tokens
+        if query < first:
+            return range(end), range(0)
+        return range(first), range(max(first, query + 1 - self.window), min(query + self.window, end))
 
     def far_rows(self, rate: int) -> int:
         """The least distance, in rows of every `rate`-th token, of two rows that are no pair of the window."""

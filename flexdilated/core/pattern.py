@@ -237,7 +237,7 @@ class DilatedPattern:
             near.global_tokens > 0
         )
         words += [f"{w:,} tokens, rate {r}" for w, r in branches]
-        return branches_svg(branches, near.window, repr(self), [", ".join([rule, *flags]), *words])
+        return branches_svg(branches, near.window, near.global_tokens, repr(self), [", ".join([rule, *flags]), *words])
 
     @property
     def branches(self) -> tuple[Branch, ...]:

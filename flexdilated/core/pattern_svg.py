@@ -14,18 +14,19 @@ WINDOW_COLOR = "#c51b8a"  # in every picture; safe for colour-blind readers besi
 FONT = 'font-size="12" font-family="sans-serif" fill="currentColor"'  # as the page writes, light or dark
 
 
-def branches_svg(branches: Sequence[tuple[int, int]], window: int, title: str, words: Sequence[str]) -> str:
+def branches_svg(branches: Sequence[tuple[int, int]], window: int, global_tokens: int, title: str, words: Sequence[str]) -> str:
     """Queries down, keys across: the segments of every branch on the diagonal of the longest one, darker where more pairs attend.
 
-    A window is a band along the diagonal.
+    A window is a band along the diagonal, and global tokens are the first rows and columns.
 
     Args:
         branches: Segment length and dilation rate of each.
         window: Tokens of the window, 0 without one.
+        global_tokens: Number of global tokens.
         title: What a screen reader says.
         words: Lines beside the picture.
     """
-    longest = max((length for length, _ in branches), default=4 * window)
+    longest = max((length for length, _ in branches), default=4 * max(window, global_tokens))
     shapes = []
     for length, rate in sorted(set(branches), reverse=True):
         side = SIDE * length / longest
@@ -42,6 +43,10 @@ def branches_svg(branches: Sequence[tuple[int, int]], window: int, title: str, w
         points = ((0, 0), (edge, 0), (SIDE, SIDE - edge), (SIDE, SIDE), (SIDE - edge, SIDE), (0, edge))
         corners = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
         shapes.append(f'<polygon points="{corners}" fill="{WINDOW_COLOR}" fill-opacity="0.6" stroke="{WINDOW_COLOR}"/>')
+    if global_tokens:
+        edge = SIDE * min(global_tokens, longest) / longest
+        path = f"M0 0 H{SIDE} V{edge:.2f} H{edge:.2f} V{SIDE} H0 Z"
+        shapes.append(f'<path d="{path}" fill="{WINDOW_COLOR}" fill-opacity="0.6" stroke="{WINDOW_COLOR}"/>')
     lines = [*words[:MOST_LINES], *(["..."] if len(words) > MOST_LINES else [])]
     texts = [f'<text x="{SIDE + 14}" y="{LINE * (i + 1)}" {FONT}>{_escaped(line)}</text>' for i, line in enumerate(lines)]
     width, height = SIDE + 24 + 7 * max(map(len, lines)), max(SIDE, LINE * len(lines)) + 6

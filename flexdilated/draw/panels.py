@@ -84,11 +84,12 @@ def pattern_title(
 
 
 def branch_words(pattern: DilatedPattern) -> list[str]:
-    """The lengths, the rates and the window of a pattern."""
+    """The lengths, the rates, the window and the global tokens of a pattern."""
     named = {
         "segment lengths": pattern.segment_lengths,
         "dilation rates": pattern.dilation_rates,
         "window": (pattern.window or "",),
+        "global tokens": (pattern.global_tokens or "",),
     }
     return [f"{name} {', '.join(map(str, values))}" for name, values in named.items() if any(values)]
 

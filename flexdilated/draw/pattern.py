@@ -1,14 +1,14 @@
-"""The picture of a pattern, per head: how many branches join a query and a key."""
+"""The picture of a pattern, per head: how often a pair of a query and a key counts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.analysis.lattice import Integers, checked
-from flexdilated.core.branch import num_kept
+from flexdilated.analysis.lattice import checked
+from flexdilated.core.branch import Near, Window
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pattern_svg import WINDOW_COLOR
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
@@ -25,15 +25,16 @@ SCALE = ("#74c9bd", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58")
 
 MAX_HEADS = 64  # that can be seen in a picture
 CELLS = 1024  # per side of a picture
+Rows = tuple[Any, Any]  # the first, and the one after the last; arrays that broadcast
 # Where a cell is many pairs, its colour is by joins per pair.
 SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1)
 SHARE_NAMES = ("up to 1/256", "up to 1/64", "up to 1/16", "up to 1/4", "up to 1", "more than 1")
 
 
 def multiplicity(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> NDArray[np.int64]:
-    """How many branches join each (query, key) pair: `m` in `softmax(score + log m)`.
+    """How often each (query, key) pair counts: `m` in `softmax(score + log m)`.
 
-    Zero keys of `zero_padding` are not counted.
+    A pair of the window or the global tokens counts once. Zero keys of `zero_padding` are not counted.
 
     Args:
         pattern: Which positions attend to which.
@@ -51,45 +52,77 @@ def cell_counts(pattern: DilatedPattern, num_tokens: int, num_heads: int, size: 
     """`(H, cells, cells)`: the sum of `multiplicity` over cells of `size` x `size` pairs, in closed form."""
     start = np.arange(0, num_tokens, size)
     end = np.minimum(start + size, num_tokens)
-    counts = np.zeros((num_heads, len(start), len(start))) + _in_window(pattern, num_tokens, size, is_causal=is_causal)
-    for branch, (length, rate) in enumerate(pattern.split("pictures")[0]):
+    segments, near = pattern.split("pictures")
+    counts = np.zeros((num_heads, len(start), len(start))) + _in_near(near, num_tokens, size, is_causal=is_causal)
+    for branch, (length, rate) in enumerate(segments):
         w, r = min(length, num_tokens), min(rate, num_tokens)
         first, last = start // w, (end - 1) // w  # segments of a cell
+        begun = near.global_tokens // w  # the segment of the first token that is not global
         for offset, head, step, heads in pattern.head_runs(branch, num_heads):
-            head_rows = _rows(start - first * w, np.minimum(end, (first + 1) * w) - first * w, r, offset)
-            tail_rows = _rows(np.maximum(start, last * w) - last * w, end - last * w, r, offset)
-            inner = num_kept(w, rate, offset)
-            between = np.maximum(last - first - 1, 0) * (inner * (inner + 1) / 2 if is_causal else float(inner) ** 2)
-            squares = [x * (x + 1) / 2 if is_causal else x * x for x in (head_rows, tail_rows)]
-            diagonal = squares[0] + np.where(last > first, squares[1] + between, 0.0)
-            later = np.tril(first[:, None] == last, -1) * head_rows[:, None] * tail_rows  # queries in a later cell than keys
+            far = _Far(w, r, offset, near, is_causal)
+            head_rows = far.rows(first, start, np.minimum(end, (first + 1) * w))
+            tail_rows = far.rows(last, np.maximum(start, last * w), end)
+            diagonal = far.square(head_rows) + np.where(last > first, far.square(tail_rows), 0.0)
+            diagonal += np.where((first < begun) & (begun < last), far.whole(begun), 0.0)
+            diagonal += np.maximum(last - 1 - np.maximum(first, begun), 0) * far.whole(begun + 1)
+            queries = head_rows[0][:, None], head_rows[1][:, None]
+            later = np.tril(first[:, None] == last, -1) * far.pairs(queries, tail_rows)  # queries in a later cell than keys
             counts[head : head + step * heads : step] += np.diag(diagonal) + later + (0.0 if is_causal else later.T)
     return counts
 
 
-def _in_window(pattern: DilatedPattern, num_tokens: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:
-    """`(cells, cells)`: the pairs in the window."""
-    start = np.arange(0, num_tokens, size)
-    window, columns = pattern.split("pictures")[1], np.minimum(size, num_tokens - start).astype(np.float64)
-    rows = columns[:, None]
+class _Far(NamedTuple):
+    """A branch of segments as one head keeps it, without near pairs. Kept rows of a segment are numbered."""
 
-    def up_to(distance: int) -> NDArray[np.float64]:
-        """Per cell, the pairs with `key - query <= distance`: `first + i` keys of the cell for its i-th query."""
-        first = np.clip(distance + 1.0 + start[:, None] - start, -rows, columns)
-        small, large = (np.clip(x, 0, columns) for x in (first, first + rows))
-        inner: NDArray[np.float64] = (large * (large - 1) - small * (small - 1)) / 2
-        return inner + columns * np.maximum(first + rows - columns, 0)
+    length: int
+    rate: int
+    offset: int
+    near: Near
+    is_causal: bool
 
-    if window is None:
-        return np.zeros((len(start), len(start)))
-    low, high = window.band(is_causal=is_causal)
-    return up_to(high) - up_to(low - 1)
+    def rows(self, segment: Any, begin: Any, end: Any) -> Rows:
+        """The first row among tokens `begin ... end` of a segment that is no global token, and the row after the last."""
+        tokens = (np.minimum(each - segment * self.length, self.length) for each in (self.near.global_tokens, begin, end))
+        skipped, low, high = (np.maximum(0, -((self.offset - each) // self.rate)) for each in tokens)
+        return np.maximum(low, skipped), np.maximum(np.maximum(low, skipped), high)
+
+    def pairs(self, queries: Rows, keys: Rows) -> NDArray[np.float64]:
+        """The pairs of rows of one segment that are far enough from each other."""
+        apart = self.near.far_rows(self.rate)
+        before = _up_to(-apart, queries, keys)
+        if self.is_causal:
+            return before
+        return before + _up_to(1 << 40, queries, keys) - _up_to(max(apart, 1) - 1, queries, keys)
+
+    def square(self, rows: Rows) -> NDArray[np.float64]:
+        return self.pairs(rows, rows)
+
+    def whole(self, segment: int) -> NDArray[np.float64]:
+        """The pairs of a segment that is not cut."""
+        return self.square(self.rows(segment, segment * self.length, (segment + 1) * self.length))
 
 
-def _rows(start: Integers, end: Integers, rate: int, offset: int) -> NDArray[np.float64]:
-    """How many rows are kept in tokens `start ... end` of a segment."""
-    before, upto = (np.maximum(0, -((offset - tokens) // rate)) for tokens in (start, end))
-    return (upto - before).astype(np.float64)
+def _in_near(near: Near, num_tokens: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:
+    """`(cells, cells)`: the pairs that count once, those of the window and of the global tokens."""
+
+    def within(first: int, low: int, high: int) -> NDArray[np.float64]:
+        """The pairs of tokens from `first` on with `low <= key - query <= high`."""
+        begin, end = (np.clip(np.arange(0, num_tokens, size) + step, first, max(first, num_tokens)) for step in (0, size))
+        queries = begin[:, None], end[:, None]
+        return _up_to(high, queries, (begin, end)) - _up_to(low - 1, queries, (begin, end))
+
+    every, first = Window(num_tokens).band(is_causal=is_causal), near.global_tokens
+    found = within(0, *every) - within(first, *every)
+    return found + within(first, *Window(near.window).band(is_causal=is_causal)) if near.window else found
+
+
+def _up_to(distance: int, queries: Rows, keys: Rows) -> NDArray[np.float64]:
+    """How many pairs of a rectangle have `key - query <= distance`: `least + i` keys for its i-th query."""
+    rows, columns = (np.asarray(end - begin, dtype=np.float64) for begin, end in (queries, keys))
+    least = np.clip(distance + 1.0 + queries[0] - keys[0], -rows, columns)
+    small, large = (np.clip(x, 0, columns) for x in (least, least + rows))
+    inner: NDArray[np.float64] = (large * (large - 1) - small * (small - 1)) / 2
+    return inner + columns * np.maximum(least + rows - columns, 0)
 
 
 def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False, name: str | None = None) -> Figure:
@@ -126,17 +159,18 @@ def multiplicity_panels(
     size = -(-num_tokens // most)
     counts = cell_counts(pattern, num_tokens, num_heads, size, is_causal=is_causal)
     levels, names = (counts.astype(np.int64), None) if size == 1 else (_shaded(counts, num_tokens, size, is_causal), SHARE_NAMES)
-    in_window = _in_window(pattern, num_tokens, size, is_causal=is_causal)
+    near = pattern.split("pictures")[1]
+    in_near = _in_near(near, num_tokens, size, is_causal=is_causal)
     cells = len(counts[0])
     future = np.triu(np.ones((cells, cells), dtype=bool), k=1) & is_causal
     colors = [FUTURE, *_colors(max(1, int(levels.max())) if names is None else len(names))]
     labels = [str(count) for count in range(len(colors) - 1)] if names is None else ["none", *names]
-    if pattern.window is not None:
+    if near:
         colors.append(WINDOW_COLOR)
-        labels.append("the window alone")
-    panels = []
+        labels.append(" or ".join(["the window"] * (near.window > 0) + ["global tokens"] * (near.global_tokens > 0)) + " alone")
+    panels, own = [], "w" if near.window else "g"
     for head in range(num_heads):
-        is_alone = (in_window > 0) & (counts[head] == in_window)
+        is_alone = (in_near > 0) & (counts[head] == in_near)
         cells_of_head = np.where(future, 0, np.where(is_alone, len(colors) - 1, levels[head] + 1))
         density = _density(counts[head : head + 1], num_tokens, is_causal)
         panels.append(
@@ -152,7 +186,7 @@ def multiplicity_panels(
         is_causal=is_causal,
         colors=colors,
         # Blank for the future, a dot for no branch, then the number of branches or the level of the share.
-        glyphs=[" ", "·", *("w" if c == WINDOW_COLOR else str(i) if i < 10 else "+" for i, c in enumerate(colors[2:], 1))],
+        glyphs=[" ", "·", *(own if c == WINDOW_COLOR else str(i) if i < 10 else "+" for i, c in enumerate(colors[2:], 1))],
         legend="branches that join query and key" if size == 1 else f"joins per pair, in cells of {size:,} x {size:,} pairs",
         labels={i + 1: label for i, label in enumerate(labels)} | ({0: "future"} if is_causal else {}),
         title_width=34 if pattern.heads == "grouped" else 24,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdilated.core.branch import Kept, Window
+from flexdilated.core.branch import Kept, Near
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.masks.blocks import BlockLists, HeadBranch, block_lists, head_branches
 
@@ -76,8 +76,8 @@ def head_tiles(
     """The tiles of `block_size x block_size` pairs that FlexAttention visits, once for heads with equal pictures and numbers.
 
     The raw mask is that of `create_dilated_block_mask`. Packed, the kept rows of all segments of a branch follow one another, and
-    two of them are joined if they come from one segment: a block-diagonal mask per branch. A window keeps the sequence as it is.
-    Zero keys of `zero_padding` are not counted, since a mask cannot hold them.
+    two of them are joined if they come from one segment: a block-diagonal mask per branch, which visits near pairs too. A window
+    and global tokens keep the sequence as it is. Zero keys of `zero_padding` are not counted, since a mask cannot hold them.
 
     Args:
         pattern: Which positions attend to which.
@@ -87,14 +87,14 @@ def head_tiles(
         group: Tiles per side of a cell of the picture.
         is_causal: Whether a query sees only keys at its own position and before.
     """
-    window = pattern.split("pictures of block masks")[1]
+    near = pattern.split("pictures of block masks")[1]
     looks: dict[tuple[Kept, ...], tuple[Tally, NDArray[np.int64]]] = {}
     groups: dict[tuple[object, ...], tuple[list[int], Tally, NDArray[np.int64]]] = {}
     for head in range(num_heads):
         branches = pattern.kept(head, num_heads, "pictures of block masks")
         if branches not in looks:
             distinct = head_branches(pattern, head, num_heads, num_tokens)
-            looks[branches] = _look(branches, window, distinct, num_tokens, block_size, group=group, is_causal=is_causal)
+            looks[branches] = _look(branches, near, distinct, num_tokens, block_size, group=group, is_causal=is_causal)
         tally, cells = looks[branches]
         look = (*((length, rate) for length, rate, _ in branches), tally, cells.tobytes())
         groups.setdefault(look, ([], tally, cells))[0].append(head)
@@ -103,7 +103,7 @@ def head_tiles(
 
 def _look(
     branches: Sequence[Kept],
-    window: Window | None,
+    near: Near,
     distinct: tuple[HeadBranch, ...],
     num_tokens: int,
     block_size: int,
@@ -112,15 +112,16 @@ def _look(
 ) -> tuple[Tally, NDArray[np.int64]]:
     """Numbers and cells of one head. Equal branches count once in the raw mask, and once each in the packed masks."""
     raw = _lists(distinct, num_tokens, block_size, is_causal)
-    masks = [*_packed_rows(branches, num_tokens), *([] if window is None else [(window, num_tokens)])]
-    packed = [_packed(branch, rows, block_size, is_causal) for branch, rows in masks]
+    alone = [(each, num_tokens) for each in (Near(near.window), Near(0, min(near.global_tokens, num_tokens))) if each]
+    masks = [*_packed_rows(branches, num_tokens), *alone]
     tally = Tally(
         block_size=block_size,
         tiles=len(raw.partial_counts) ** 2,
         partial=int(raw.partial_counts.sum()),
         full=int(raw.full_counts.sum()),
-        packed=sum(visited for visited, _ in packed),
-        pairs=sum(pairs for _, pairs in packed),
+        packed=sum(_packed(branch, rows, block_size, is_causal) for branch, rows in masks),
+        pairs=sum(branch.count_pairs(num_tokens, is_causal=is_causal, near=near) for branch in branches)
+        + near.count_pairs(num_tokens, is_causal=is_causal),
     )
     return tally, _cells(raw, group, is_causal)
 
@@ -140,10 +141,10 @@ def _packed_rows(branches: Sequence[Kept], num_tokens: int) -> Iterator[tuple[Ke
 
 
 @lru_cache(maxsize=64)
-def _packed(branch: HeadBranch, rows: int, block_size: int, is_causal: bool) -> tuple[int, int]:
-    """Visited tiles and joined pairs of a branch over so many rows."""
+def _packed(branch: HeadBranch, rows: int, block_size: int, is_causal: bool) -> int:
+    """Visited tiles of a branch over so many rows."""
     lists = _lists((branch,), rows, block_size, is_causal)
-    return int(lists.partial_counts.sum()) + int(lists.full_counts.sum()), branch.count_pairs(rows, is_causal=is_causal)
+    return int(lists.partial_counts.sum()) + int(lists.full_counts.sum())
 
 
 def _cells(lists: BlockLists, group: int, is_causal: bool) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@ from flexdilated import DilatedPattern, analysis
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.pattern import cell_counts, multiplicity_panels
 from flexdilated.draw.tiles import Tally, head_tiles
+from tests.analysis.definition import joined_by as segments_joined_by
 from tests.commands import invoke
 from tests.draw.brute_force import tiles_of
 
@@ -26,16 +27,20 @@ def random_question(seed: int) -> tuple[DilatedPattern, int, int, bool]:
     lengths = [length * 2**i for i, length in enumerate(sorted(lengths))] if rng.random() < 0.3 else lengths
     rates = [rng.choice([rate for rate in (1, 1, 2, 3, 4, 6, length) if rate <= length]) for length in lengths]
     heads, offsets = rng.choice(("all", "grouped")), rng.choice(("blocked", "interleaved"))
-    pattern = DilatedPattern(lengths, rates, window=rng.choice((1, 2, 3, 5, 8, 19, 61)), heads=heads, offsets=offsets)  # type: ignore
+    near = {"window": rng.choice((1, 2, 3, 5, 8, 19, 61)), "global_tokens": rng.choice((0, 0, 1, 4, 11))}
+    pattern = DilatedPattern(lengths, rates, heads=heads, offsets=offsets, **near)  # type: ignore
     return pattern, num_tokens, rng.randint(max(1, len(lengths)), 5), rng.random() < 0.5
 
 
 def joined_by(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> NDArray[np.bool_]:
-    """`(branches, H, N, N)`: whether a branch joins a query and a key in a head; the window is the last branch."""
-    found = np.zeros((len(pattern.segment_lengths) + 1, num_heads, num_tokens, num_tokens), dtype=bool)
+    """`(branches, H, N, N)`: whether a branch joins a query and a key in a head; window and global tokens are the last branches."""
+    found = np.zeros((len(pattern.branches), num_heads, num_tokens, num_tokens), dtype=bool)
     for query in range(num_tokens):
         for key in range(query + 1 if is_causal else num_tokens):
-            found[-1, :, query, key] = abs(query - key) < pattern.window  # type: ignore[operator]
+            is_global = min(query, key) < pattern.global_tokens
+            if is_global or abs(query - key) < pattern.window:  # type: ignore[operator]
+                found[-1 if is_global else len(pattern.segment_lengths), :, query, key] = True
+                continue
             for i, (length, rate) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates)):
                 for head in pattern.head_range(i, num_heads):
                     kept = all(p % length % rate == pattern.offset(i, head, num_heads) for p in (query, key))
@@ -88,19 +93,25 @@ def test_pictures_count_the_window(seed: int) -> None:
     expected = np.add.reduceat(np.add.reduceat(times, starts, axis=1), starts, axis=2)
     np.testing.assert_array_equal(cell_counts(*sizes, size, is_causal=is_causal), expected)
     picture = multiplicity_panels(*sizes, is_causal=is_causal)
-    own = next(i for i, label in picture.labels.items() if label == "the window alone")
-    is_alone = joined[-1] & (times == 1)
-    np.testing.assert_array_equal([panel.cells == own for panel in picture.panels], is_alone)
+    own = next(i for i, label in picture.labels.items() if label.startswith("the window") and label.endswith("alone"))
+    is_near = joined[len(pattern.segment_lengths) :].any(axis=0)
+    np.testing.assert_array_equal([panel.cells == own for panel in picture.panels], is_near)
 
 
 @pytest.mark.parametrize("seed", range(200, 220))
 def test_tiles_equal_a_look_at_every_pair(seed: int) -> None:
     (pattern, num_tokens, num_heads, is_causal), size = random_question(seed), 1 + seed % 5
     joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
+    position = np.arange(num_tokens)
+    query, key = position[:, None], position
+    masks = [abs(query - key) < pattern.window, np.minimum(query, key) < pattern.global_tokens]  # type: ignore[operator]
+    plain = replace(pattern, window=None, global_tokens=0) if pattern.segment_lengths else None
+    of_segments = [] if plain is None else [*segments_joined_by(plain, num_tokens, num_heads, is_causal=is_causal)]
     for each in head_tiles(pattern, num_tokens, num_heads, size, 1, is_causal=is_causal):
         for head in each.heads:
             visited, full = tiles_of(joined[:, head].any(axis=0), size)
-            rows = [branch[np.ix_(kept, kept)] for branch in joined[:, head] if (kept := branch.diagonal()).any()]
+            rows = [branch[head][np.ix_(kept, kept)] for branch in of_segments if (kept := branch[head].diagonal()).any()]
+            rows += [mask & (key <= query) if is_causal else mask for mask in masks]
             packed = sum(int(tiles_of(branch, size)[0].sum()) for branch in rows)
             counts = int((visited & ~full).sum()), int(full.sum()), packed, int(joined[:, head].sum())
             assert each.tally == Tally(size, visited.size, *counts)
@@ -145,9 +156,18 @@ def test_commands_take_a_window() -> None:
     assert "DilatedPattern(window=3)\n" in out
     assert "#w=&r=&window=3&N=64&" in out
     assert invoke("choose", "--tokens", 64, "--window", 0)[0] == 2
+    code, out, _ = invoke("show", *small, "--causal", "--global-tokens", 2)
+    assert (code, out.splitlines()[0]) == (0, "segment lengths 8, 16 · dilation rates 1, 2 · window 3 · global tokens 2")
+    assert "w = the window or global tokens alone" in out
+    assert invoke("show", "--global-tokens", 3)[1].startswith("global tokens 3\n12 tokens · 4 heads")
+    code, out, _ = invoke("choose", "--tokens", 64, "--global-tokens", 3, "--heads", 2)
+    assert code == 0
+    assert "DilatedPattern(global_tokens=3)\n" in out
+    assert "#w=&r=&first=3&N=64&" in out
     pattern = DilatedPattern((8, 16), (1, 2), window=3, heads="grouped")
     assert repr(pattern) == "DilatedPattern((8, 16), (1, 2), window=3, heads='grouped')"
     svg = pattern._repr_svg_()
     assert svg.count("<polygon") == 1
     assert "window of 3 tokens" in svg
     assert "<polygon" in DilatedPattern(window=3)._repr_svg_()
+    assert '<path d="M0 0 H160 V40.00 H40.00 V160 H0 Z"' in DilatedPattern(global_tokens=3)._repr_svg_()

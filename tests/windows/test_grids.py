@@ -1,4 +1,4 @@
-"""A sliding window in graphs, transforms and modules, against the definition."""
+"""A window and global tokens in graphs, transforms and modules, against the definition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cases import Case, differentiate
 from tests.nn.rotations import HEAD_DIM, scores, xpos_scores
 from tests.tolerances import EXACT, SINGLE
 
-MIXED = DilatedPattern((13,), (2,), window=5)
+MIXED = DilatedPattern((13,), (2,), window=5, global_tokens=3)
 
 
 @pytest.mark.parametrize("functions", [{}, Mods("alibi", "prefix").functions(torch.empty(0))], ids=["plain", "functions"])

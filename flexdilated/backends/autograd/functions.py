@@ -21,11 +21,11 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.backends.autograd.combine import PartialOutput, heads_of, mix, read, tokens_of
-from flexdilated.backends.autograd.grids import Grid, draw_grids, locate, locate_near, num_parts, tile
+from flexdilated.backends.autograd.grids import Grid, Tile, draw_grids, locate, locate_keys, num_parts, tiles
 from flexdilated.backends.autograd.records import attend_recorded
 from flexdilated.backends.dense.windows import dense_pieces
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, fold_in, refuse_draws_again
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import NONE, Kept, Near
 from flexdilated.core.call import Call, MaskMod, ScoreMod, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw
@@ -39,7 +39,7 @@ SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while funct
 
 
 class Rows(NamedTuple):
-    """Queries `(B, ..., group, rows, D)` and the keys of their segments or window, `(B, ..., 1, R, D)`, with what functions see.
+    """Queries `(B, ..., group, rows, D)` and the keys of their piece or tile, `(B, ..., 1, R, D)`, with what functions see.
 
     `ignored`, of a key padding mask, and the positions `b`, `h`, `q_idx` and `kv_idx` broadcast to `(B, ..., group, rows, R)`.
     """
@@ -165,18 +165,18 @@ def known_batch(batch: int) -> int:
     return 1 if is_exporting() and is_symbolic(batch) else batch
 
 
-def attend_rows(rows: Rows, call: Call, band: Band) -> tuple[Tensor, Tensor]:
-    """Attention of some queries over the keys of their segments or window.
+def attend_rows(rows: Rows, call: Call, band: Band, apart: Near = NONE) -> tuple[Tensor, Tensor]:
+    """Attention of some queries over the keys of their segments, window or tile, without the pairs of `apart`.
 
     The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
     """
     if not torch.is_grad_enabled() or is_transformed(*rows[:3]) or is_exporting():
-        return _attend(*rows, call, band)
+        return _attend(*rows, call, band, apart)
     if torch.compiler.is_compiling():
         # Symbols must be used outside of checkpoints first, or a second checkpoint does not find them (torch 2.13).
         call = call.replaced(scale=call.checked_scale() * 1.0, dropout_p=call.dropout_p if call.dropout_p > 0.0 else 0.0)
-        return checkpoint(_attend, *rows, call, band, use_reentrant=False)
-    return attend_recorded(partial(_attend, band=band), rows, call)
+        return checkpoint(_attend, *rows, call, band, apart, use_reentrant=False)
+    return attend_recorded(partial(_attend, band=band, apart=apart), rows, call)
 
 
 def _attend(
@@ -190,6 +190,7 @@ def _attend(
     kv_idx: Tensor,
     call: Call,
     band: Band,
+    apart: Near = NONE,
 ) -> tuple[Tensor, Tensor]:
     """`attend_rows` without recomputation."""
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
@@ -199,7 +200,8 @@ def _attend(
     low, high = band
     late = None if high == UNBOUNDED else kv_idx <= q_idx if high == 0 else kv_idx - q_idx <= high
     early = None if low == -UNBOUNDED else kv_idx - q_idx >= low
-    for condition in (visible, late, early, None if ignored is None else ~ignored):
+    far = ~apart.joins(q_idx, kv_idx) if apart else None
+    for condition in (visible, late, early, far, None if ignored is None else ~ignored):
         if condition is not None:
             scores = torch.where(condition, scores, -math.inf)
     weights, lse = normalised(scores, dim=-1)
@@ -244,7 +246,10 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if key_padding_mask is not None:
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
     with without_autocast(q.device):
-        results = [_attend_grid(q, k, v, branch=i, tokens=tokens, grid=grid, call=call) for i, grid in enumerate(grids)]
+        results = [
+            _attend_grid(q, k, v, tile=tile, tokens=tokens, grid=grid, call=call)
+            for tile, grid in zip(tiles(pattern, "grids", is_causal=call.is_causal), grids)
+        ]
         return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
 
 
@@ -252,28 +257,27 @@ def _attend_grid(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    branch: int,
+    tile: Tile,
     tokens: Tensor,
     grid: Grid,
     call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """A branch's out `(B, N, H, D)` and lse `(B, N, H)`, 0 and -inf at tokens that a head does not keep."""
+    """A tile's out `(B, N, H, D)` and lse `(B, N, H)`, 0 and -inf at tokens that a head does not keep."""
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
     (num_tokens, heads), kv_heads, device = q.shape[1:3], k.shape[2], q.device
     group = heads // kv_heads
-    (length, rate), window = tile(pattern, branch, "grids")
-    band = (-UNBOUNDED, 0 if call.is_causal else UNBOUNDED) if window is None else window.band(is_causal=call.is_causal)
-    run = pattern.head_range(branch, kv_heads)
-    offsets = torch.tensor([pattern.offset(branch, head, kv_heads) for head in run], device=device)  # (G,)
+    length, rate = tile.block
+    band = -UNBOUNDED, 0 if call.is_causal else UNBOUNDED
+    if tile.window is not None:
+        band = tile.window.band(is_causal=call.is_causal)
+    run = pattern.head_range(tile.branch, kv_heads)
+    offsets = torch.tensor([pattern.offset(tile.branch, head, kv_heads) for head in run], device=device)  # (G,)
     lane = grid.lanes[:, None]
     kv_head, offset = run.start + lane % len(run), offsets[lane % len(run)]  # (L, 1)
     first, branch_of_lane = lane // len(run) * length, Kept(length, rate, offset)
 
     # Padding holds zeros: what other tokens hold must not matter.
-    if window is None:
-        k_token, is_padding = locate(grid.keys, first, branch_of_lane, num_tokens)
-    else:
-        k_token, is_padding = locate_near(grid.keys, first, num_tokens)
+    k_token, is_padding = locate_keys(tile, grid.keys, first, branch_of_lane, num_tokens)
     k, v = (x[:, k_token, kv_head].masked_fill(is_padding[..., None], 0.0)[:, :, None] for x in (k, v))
     ignored = is_padding[None] if key_padding_mask is None else is_padding | key_padding_mask[:, k_token]
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
@@ -291,7 +295,7 @@ def _attend_grid(
             q_idx=q_token[None, :, None, :, None],
             kv_idx=k_token[None, :, None, None, :],
         )
-        out, lse = attend_rows(rows, call, band)
+        out, lse = attend_rows(rows, call, band, tile.apart)
         outs.append(out[:, :, 0])
         lses.append(lse[:, :, 0])
     out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)  # (B, L, M, D)
@@ -301,6 +305,8 @@ def _attend_grid(
     branch_of_head = Kept(length, rate, offsets[run_head])
     is_kept = branch_of_head.keeps(tokens[:, None]) & (head // group == run.start + run_head)  # (N, H)
     lanes = (tokens // length)[:, None] * len(run) + run_head
+    if tile.is_first:
+        is_kept, lanes = is_kept & (tokens < length)[:, None], run_head.expand_as(lanes)
     index = slice(None), lanes, branch_of_head.row(tokens[:, None]) * group + head % group
     return out[index].masked_fill(~is_kept[..., None], 0.0), lse[index].masked_fill(~is_kept, -math.inf)
 

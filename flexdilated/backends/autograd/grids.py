@@ -2,8 +2,9 @@
 
 Pieces are exact boxes, and which boxes there are depends on every remainder of the number of tokens: each set needs a graph of its
 own. In a grid the last segment is padded to the size of the others. A window is cut in blocks of queries, each with all keys of its
-windows. The sizes of a grid are sizes of an opaque operator's outputs: the compiler sees a new symbol, and need not reason about
-quotients of the number of tokens. Portable programs hold no such operator: there, sizes are expressions.
+windows. Global tokens are the keys of every block and, without causality, the queries of one more block, whose keys are all others.
+The sizes of a grid are sizes of an opaque operator's outputs: the compiler sees a new symbol, and need not reason about quotients
+of the number of tokens. Portable programs hold no such operator: there, sizes are expressions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.branch import Kept, Segments, Window, ceil_div
+from flexdilated.core.branch import NONE, GlobalTokens, Kept, Near, Segments, Window, ceil_div
 from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.encoding import decode, encode
 from flexdilated.core.pattern import DilatedPattern
@@ -22,7 +23,7 @@ from flexdilated.core.pieces import plan_pieces
 from flexdilated.core.tracing import is_symbolic
 
 LEAST = 2  # rows and segments: with 1, the compiler would ask of every size whether it broadcasts
-LEAST_BLOCK = 64  # tokens of a window
+LEAST_BLOCK = 64  # queries of a window
 LONGEST = 1 << 40  # tokens
 
 
@@ -31,15 +32,33 @@ class Grid(NamedTuple):
 
     lanes: Tensor  # (L,): `segment * heads of the branch + head`
     queries: Tensor  # (parts, M): `row * group + query head of the group` of every query, a part of them at a time
-    keys: Tensor  # (R,): rows; for a window also rows before the block (below 0) and after it
+    keys: Tensor  # (R,): rows, or tokens of `Tile.keys`; for a window also rows before the block (below 0) and after it
 
 
-def tile(pattern: DilatedPattern, branch: int, consumer: str) -> tuple[Segments, Window | None]:
-    """`(segments, window)` of a branch. Segments of a window: half its size, at least `LEAST_BLOCK` tokens."""
-    segments, window = pattern.split(consumer)
-    if window is None or branch < len(segments):
-        return segments[branch], None
-    return Segments(max(LEAST_BLOCK, ceil_div(window.size, 2)), 1), window
+class Tile(NamedTuple):
+    """A branch, or a part of one, in blocks of queries: the keys of a block are its own tokens, those near it, or `keys`."""
+
+    branch: int
+    block: Segments
+    apart: Near = NONE  # pairs that are left out
+    window: Window | None = None
+    keys: range | None = None  # positions of the keys of every block
+    is_first: bool = False  # only the first block has queries
+
+
+def tiles(pattern: DilatedPattern, consumer: str, *, is_causal: bool) -> list[Tile]:
+    """The tiles of a pattern. Blocks of a window: half its size, at least `LEAST_BLOCK` tokens."""
+    segments, near = pattern.split(consumer)
+    found = [Tile(i, block, near) for i, block in enumerate(segments)]
+    for i, branch in enumerate(pattern.branches):
+        if isinstance(branch, Window):
+            block = Segments(max(LEAST_BLOCK, ceil_div(branch.size, 2)), 1)
+            found.append(Tile(i, block, Near(global_tokens=near.global_tokens), window=branch))
+        elif isinstance(branch, GlobalTokens):
+            found.append(Tile(i, Segments(max(LEAST_BLOCK, branch.count), 1), keys=range(branch.count)))
+            if not is_causal:
+                found.append(Tile(i, Segments(branch.count, 1), keys=range(branch.count, LONGEST), is_first=True))
+    return found
 
 
 def locate(row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -53,10 +72,12 @@ def locate(row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Ten
     return torch.where(token > last, first, token), token > last
 
 
-def locate_near(row: Tensor, first: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """`(tokens, is_padding)` of a window's keys, `row` tokens after the first token of a block. Padding has an arbitrary token."""
-    token = first + row
-    return token.clamp(0, num_tokens - 1), (token < 0) | (token >= num_tokens)
+def locate_keys(tile: Tile, row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """`(tokens, is_padding)` of the keys of blocks that begin at `first`. Padding has an arbitrary token."""
+    if tile.window is None and tile.keys is None:
+        return locate(row, first, kept, num_tokens)
+    keys, token = (range(LONGEST), first + row) if tile.keys is None else (tile.keys, row.expand(first.shape[0], -1))
+    return token.clamp(0, num_tokens - 1), (token < keys.start) | (token >= keys.stop) | (token >= num_tokens)
 
 
 def draw_grids(
@@ -68,7 +89,7 @@ def draw_grids(
     parts: Sequence[int],
     device: torch.device,
 ) -> tuple[Tensor, list[Grid]]:
-    """The tokens `(N,)`, and one grid per branch; the queries of branch `i` are split in `parts[i]` parts.
+    """The tokens `(N,)`, and one grid per tile; the queries of tile `i` are split in `parts[i]` parts.
 
     All of them are data to the compiler. It must not see that they are ranges: inductor's loops over a quotient or remainder of a
     symbolic range leave out the last, incomplete round (torch 2.13, CPU).
@@ -94,8 +115,8 @@ def _grids_op(
     if any(piece.zero_keys for piece in plan_pieces(pattern, ((0, num_tokens),), kv_heads, is_causal)):
         refuse_zero_keys(num_tokens)
     ranges = [torch.arange(num_tokens, device=device)]
-    for i, count in enumerate(parts):
-        lanes, rows, keys = _size(pattern, i, num_tokens, kv_heads, is_causal)
+    for tile, count in zip(tiles(pattern, "grids", is_causal=is_causal), parts):
+        lanes, rows, keys = _size(pattern, tile, num_tokens, kv_heads, is_causal)
         width = max(LEAST, ceil_div(rows * group, count))
         queries = torch.arange(count * width, device=device).view(count, width)
         ranges += [torch.arange(lanes, device=device), queries, torch.arange(keys.start, keys.stop, device=device)]
@@ -116,9 +137,9 @@ def _(num_tokens: int, *options: Any) -> list[Tensor]:
 def num_parts(
     pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: int, group: int, is_causal: bool, scores: int
 ) -> list[int]:
-    """For each branch, in how many parts its queries must be split so that at most so many scores exist at the same time.
+    """For each tile, in how many parts its queries must be split so that at most so many scores exist at the same time.
 
-    Each answer is a graph. One holds for every number of tokens in which no branch has more parts than some power of 4, and
+    Each answer is a graph. One holds for every number of tokens in which no tile has more parts than some power of 4, and
     for every batch up to some power of 4 where that is a symbol too.
     """
     if torch.compiler.is_compiling() and is_symbolic(batch):
@@ -126,9 +147,10 @@ def num_parts(
         while batch > bound:
             bound *= 4
         batch = bound
-    tokens, parts = LEAST, [1] * len(pattern.branches)
+    all_tiles = tiles(pattern, "grids", is_causal=is_causal)
+    tokens, parts = LEAST, [1] * len(all_tiles)
     while tokens < LONGEST:
-        sizes = [_size(pattern, i, 2 * tokens, kv_heads, is_causal) for i in range(len(parts))]
+        sizes = [_size(pattern, tile, 2 * tokens, kv_heads, is_causal) for tile in all_tiles]
         doubled = [
             min(ceil_div(batch * lanes * rows * group * len(keys), scores), rows * group // LEAST) for lanes, rows, keys in sizes
         ]
@@ -143,10 +165,12 @@ def _level(parts: int) -> int:
     return (parts - 1).bit_length() + 1 >> 1
 
 
-def _size(pattern: DilatedPattern, branch: int, num_tokens: int, kv_heads: int, is_causal: bool) -> tuple[int, int, range]:
-    """Lanes, rows of queries, and the rows of keys of a branch's grid."""
-    (length, rate), window = tile(pattern, branch, "grids")
-    lanes = ceil_div(num_tokens, length) * len(pattern.head_range(branch, kv_heads))
+def _size(pattern: DilatedPattern, tile: Tile, num_tokens: int, kv_heads: int, is_causal: bool) -> tuple[int, int, range]:
+    """Lanes, rows of queries, and the rows of keys of a tile's grid."""
+    length, rate = tile.block
+    lanes = (1 if tile.is_first else ceil_div(num_tokens, length)) * len(pattern.head_range(tile.branch, kv_heads))
     rows = max(LEAST, ceil_div(min(length, num_tokens), rate))
-    low, high = (0, 0) if window is None or num_tokens <= length else window.band(is_causal=is_causal)
+    if tile.keys is not None:
+        return max(LEAST, lanes), rows, range(max(LEAST, min(tile.keys.stop, num_tokens)))
+    low, high = (0, 0) if tile.window is None or num_tokens <= length else tile.window.band(is_causal=is_causal)
     return max(LEAST, lanes), rows, range(max(low, -num_tokens), rows + min(high, num_tokens))

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdilated.backends.autograd.grids import locate, locate_near, tile
-from flexdilated.core.branch import Kept
+from flexdilated.backends.autograd.grids import LONGEST, Tile, locate, locate_keys, tiles
+from flexdilated.core.branch import Kept, Near
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Inputs, OpOptions
 from flexdilated.core.lse import accumulated, mix_branches, normalised
@@ -38,11 +38,10 @@ def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
         # What ignored keys and values hold must not matter, and 0 times NaN would.
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
     within = range(op_options.first_head, op_options.first_head + k.shape[2])
-    branches = range(len(op_options.pattern.branches))
     parts = [
-        _attend_branch(q, k, v, key_padding_mask=key_padding_mask, op_options=op_options, branch=i, within=within)
-        for i in branches
-        if _heads(op_options, i, within)
+        _attend_tile(q, k, v, key_padding_mask=key_padding_mask, op_options=op_options, tile=tile, within=within)
+        for tile in tiles(op_options.pattern, "portable programs", is_causal=op_options.is_causal)
+        if _heads(op_options, tile.branch, within)
     ]
     return mix_branches(parts, q.dtype, detach_weights=op_options.pattern.detach_weights)
 
@@ -64,51 +63,56 @@ def _check(pattern: DilatedPattern, num_tokens: int, cu_seqlens: Tensor | None, 
             )
 
 
-def _attend_branch(
-    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, op_options: OpOptions, branch: int, within: range
+def _attend_tile(
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, op_options: OpOptions, tile: Tile, within: range
 ) -> tuple[Tensor, Tensor]:
-    """One branch's out `(B, N, H, D)` and lse `(B, N, H)`: 0 and -inf at tokens that a head does not keep.
+    """One tile's out `(B, N, H, D)` and lse `(B, N, H)`: 0 and -inf at tokens that a head does not keep.
 
     Whatever has a symbol for a size is made by indexing alone: whether it may be reshaped would depend on whether the symbol is 1.
     """
-    pattern = op_options.pattern
-    (length, rate), window = tile(pattern, branch, "portable programs")
+    pattern, (length, rate) = op_options.pattern, tile.block
     batch_size, num_tokens, group, device = q.shape[0], q.shape[1], q.shape[2] // k.shape[2], q.device
     # A longer segment is one segment of all tokens; where nothing says that it is longer, it is as if tokens followed.
-    if _always(num_tokens <= (length if window is None else window.size)):
-        length, window = num_tokens, None
-    num_segments, num_rows = (num_tokens + length - 1) // length, (length + rate - 1) // rate
+    if not tile.is_first and _always(num_tokens <= (length if tile.window is None else tile.window.size)):
+        length, tile = num_tokens, tile._replace(window=None)
+    num_segments = 1 if tile.is_first else (num_tokens + length - 1) // length
+    num_rows = (length + rate - 1) // rate
     if not isinstance(length, int):
         num_rows += 2  # that nothing sees: torch's product asks whether a symbol is at least 2, and the answer must be yes
-    kv_heads = _heads(op_options, branch, within)
+    kv_heads = _heads(op_options, tile.branch, within)
     first, lanes = (kv_heads.start - within.start) * group, len(kv_heads) * group
     offset = torch.cat(
-        [torch.full((group,), pattern.offset(branch, head, op_options.num_heads), device=device) for head in kv_heads]
+        [torch.full((group,), pattern.offset(tile.branch, head, op_options.num_heads), device=device) for head in kv_heads]
     )
 
     softmax = torch.arange(batch_size * num_segments * lanes, device=device)[:, None]  # (Z, 1): batch, segment, lane
     lane, batch = softmax % lanes, softmax // (num_segments * lanes)
     start = (softmax // lanes - batch * num_segments) * length  # not by %: the ONNX exporter has none for symbols
-    row = key_row = torch.arange(num_rows, device=device)
-    places = token, is_padding = locate(row, start, Kept(length, rate, offset[lane]), num_tokens)  # (Z, R)
-    if window is not None:
-        low, high = window.band(is_causal=op_options.is_causal)
-        key_row = torch.arange(low, num_rows + high, device=device)
-        token, is_padding = locate_near(key_row, start, num_tokens)
+    kept, row = Kept(length, rate, offset[lane]), torch.arange(num_rows, device=device)
+    low, high = (0, 0) if tile.window is None else tile.window.band(is_causal=op_options.is_causal)
+    key_row = torch.arange(low, num_rows + high, device=device)
+    if tile.keys is not None:
+        key_row = torch.arange(num_tokens + 2 if tile.keys.stop == LONGEST else tile.keys.stop, device=device)
+    places = locate(row, start, kept, num_tokens)  # (Z, R)
+    token, is_padding = locate_keys(tile, key_row, start, kept, num_tokens)
+    pairs = places[0][:, :, None], token[:, None]
+    query, key = (row[:, None], key_row) if tile.keys is None else pairs
 
     def rows(x: Tensor, head: Tensor, token: Tensor, is_padding: Tensor) -> Tensor:
         return x[batch, token, head].to(accumulated(x.dtype)).masked_fill(is_padding[..., None], 0.0)  # (Z, R, D)
 
     visible = ~is_padding if key_padding_mask is None else ~(is_padding | key_padding_mask[batch, token])
-    if pattern.zero_padding and not op_options.is_causal and branch < len(pattern.segment_lengths):
+    if pattern.zero_padding and not op_options.is_causal:
         # Rows after the last token are zero keys: those of a whole segment, or up to a multiple of the rate in a shorter one.
         is_longer = torch.full((), num_tokens, device=device) > length
         visible = visible | is_padding & (is_longer | (row * rate + offset[lane] < num_tokens + -num_tokens % rate))
     visible = visible[:, None]
     if op_options.is_causal:
-        visible = visible & (key_row <= row[:, None])
-    if window is not None:
-        visible = visible & window.joins(row[:, None], key_row)
+        visible = visible & (key <= query)
+    if tile.window is not None:
+        visible = visible & Near(tile.window.size).joins(query, key)
+    if tile.apart:
+        visible = visible & ~tile.apart.joins(*pairs)
 
     head = first + lane
     scores = torch.bmm(rows(q, head, *places), rows(k, head // group, token, is_padding).transpose(1, 2)) * op_options.scale
@@ -116,10 +120,12 @@ def _attend_branch(
     out, lse = torch.bmm(weights, rows(v, head // group, token, is_padding)), lse[..., 0]
 
     n, lane = torch.arange(num_tokens, device=device)[:, None], torch.arange(lanes, device=device)
-    segment = n // length
+    segment = torch.zeros_like(n) if tile.is_first else n // length
     softmax = (torch.arange(batch_size, device=device)[:, None, None] * num_segments + segment) * lanes + lane  # (B, N, h)
     position = n - segment * length - offset  # (N, h), relative to the first kept position
     is_kept, row = (position >= 0) & (position % rate == 0), position.clamp(min=0) // rate
+    if tile.is_first:
+        is_kept, row = is_kept & (position < length), row.clamp(max=num_rows - 1)
     out = out[softmax, row].masked_fill(~is_kept[..., None], 0.0)
     lse = lse[softmax, row].masked_fill(~is_kept, -math.inf)
     head_padding = (first, q.shape[2] - first - lanes)  # the heads that run other branches
