@@ -131,22 +131,21 @@ def assert_rows_match_definition(
 def visible_keys(
     pattern: DilatedPattern, borders: Sequence[int], token: int, head: int, is_causal: bool, num_heads: int
 ) -> list[int]:
-    """The keys of one query, a key kept by m branches m times."""
+    """The keys of one query, a key as often as its pair counts."""
     document = bisect_right(borders, token) - 1
     start, end = borders[document], borders[document + 1]
     position = token - start
     keys: list[int] = []
-    segments, window = pattern.split("benchmarks")
-    if window is not None:
-        near = range(max(0, position - window.size + 1), min(end - start, position + window.size))
-        keys += [start + p for p in near if p <= position or not is_causal]
+    segments, near = pattern.split("benchmarks")
+    others = range(position + 1 if is_causal else end - start)
+    keys += [start + p for p in others if near.joins(position, p)]
     for i, (length, rate) in enumerate(segments):
         offset = pattern.offset(i, head, num_heads)
         if head not in pattern.head_range(i, num_heads) or position % length % rate != offset:
             continue
         first = position // length * length
         last = position + 1 if is_causal else min(first + length, end - start)
-        keys.extend(range(start + first + offset, start + last, rate))
+        keys += [start + p for p in range(first + offset, last, rate) if not near.joins(position, p)]
     return keys
 
 

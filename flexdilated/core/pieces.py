@@ -255,10 +255,10 @@ def far_boxes(piece: Piece, apart: int) -> Iterator[Piece]:
     if apart == 0:
         yield piece
     elif rows > 0:
-        later = {"rows": rows, "keys": rows, "token": piece.token + apart * piece.row_stride}
-        yield piece._replace(**later, high=0)
+        shorter, later = piece._replace(rows=rows, keys=rows), piece.token + apart * piece.row_stride
+        yield shorter._replace(token=later, high=0)
         if piece.high != 0:
-            yield piece._replace(rows=rows, keys=rows, key_token=later["token"], low=0, high=UNBOUNDED, part=1)
+            yield shorter._replace(key_token=later, low=0, high=UNBOUNDED, part=1)
 
 
 def _near_pieces(

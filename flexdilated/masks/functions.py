@@ -91,7 +91,8 @@ def has_several(pattern: DilatedPattern) -> bool:
 
 @lru_cache(maxsize=128)
 def mask_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_causal: bool) -> MaskMod:
-    clauses, group = [*_clauses(pattern, num_kv_heads), *_near(pattern)], num_heads // num_kv_heads
+    clauses: list[_Clause | _NearClause] = [*_clauses(pattern, num_kv_heads), *_near(pattern)]
+    group = num_heads // num_kv_heads
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         joined = clauses[0].joins(h // group, q_idx, kv_idx)
@@ -111,8 +112,8 @@ def score_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_
         count = torch.zeros_like(score)
         for clause in clauses:
             count = count + clause.joins(h // group, q_idx, kv_idx).to(score.dtype)
-        for clause in near:
-            count = torch.where(clause.joins(h // group, q_idx, kv_idx), 1.0, count)
+        for near_clause in near:
+            count = torch.where(near_clause.joins(h // group, q_idx, kv_idx), 1.0, count)
         score = score + torch.log(count)
         return torch.where(q_idx >= kv_idx, score, -math.inf) if is_causal else score
 

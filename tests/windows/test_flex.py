@@ -47,6 +47,10 @@ def test_estimates_count_the_tiles_of_the_masks() -> None:
         mask = create_dilated_block_mask(pattern, 4, seq_len=num_tokens, is_causal=is_causal, device="cpu")
         tiles = 2 * int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
         assert packed_cost(pattern, shape).tiles == fused_cost(pattern, shape).tiles == tiles
-    far = DilatedPattern((1 << 17,), (8,), window=512)
+    for count, num_tokens, is_causal in ((1, 700, True), (130, 700, False), (300, 640, True), (1000, 900, False)):
+        pattern, shape = DilatedPattern(global_tokens=count), Shape(2, num_tokens, 4, 2, 64, 2, is_causal)
+        mask = create_dilated_block_mask(pattern, 4, seq_len=num_tokens, is_causal=is_causal, device="cpu")
+        assert fused_cost(pattern, shape).tiles == 2 * int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
+    far = DilatedPattern((1 << 17,), (8,), window=512, global_tokens=4)
     layouts = [choose_layout(each, Shape(1, 1 << 17, 8, 8, 64, 2, True)) for each in (DilatedPattern(window=512), far)]
     assert layouts == ["fused", "packed"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from flexdilated.core.branch import Window
+from flexdilated.core.branch import Kept, ceil_div
 from flexdilated.core.encoding import decode, encode
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import Piece, plan_pieces
@@ -99,9 +99,11 @@ def is_one_sequence(piece: Piece) -> bool:
 @lru_cache(maxsize=256)
 def _tiles(branch: HeadBranch, rows: int, is_causal: bool) -> int:
     """Tiles that a branch touches in a sequence of `rows`; 0 for a rate above a block."""
-    if not isinstance(branch, Window):
+    if isinstance(branch, Kept):
         return _diagonal_tiles(branch.length, rows, is_causal) if branch.rate <= BLOCK else 0
-    return _band_tiles(rows, rows, *branch.band(is_causal=is_causal))
+    blocks, first = ceil_div(rows, BLOCK), ceil_div(min(branch.global_tokens, rows), BLOCK)
+    tiles = _band_tiles(rows, rows, 1 - branch.window, 0 if is_causal else branch.window - 1) if branch.window else 0
+    return tiles + (first * blocks - first * (first - 1) // 2 if is_causal else first * (2 * blocks - first))
 
 
 @lru_cache(maxsize=256)
