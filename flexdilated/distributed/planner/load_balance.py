@@ -112,7 +112,7 @@ def _pairs_before(cut: CutSegments, position: Integers, num_tokens: Integers, w:
     without = -(-first // w)  # segments that hold global tokens: only the last of them has other tokens
     total: Integers = np.maximum(num_whole - without, 0) * _scored(rows, 0, rows, cut, apart=apart)
     of_last = _scored(rows, 0, rows, cut, skipped=skipped(without - 1), apart=apart)
-    total = total + np.where((0 < without) & (without <= num_whole), of_last, 0)
+    total = total + np.where((without > 0) & (without <= num_whole), of_last, 0)
     return total + _scored(last, 0, queries, cut, skipped=np.minimum(skipped(num_whole), last), apart=apart)
 
 

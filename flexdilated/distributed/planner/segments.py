@@ -57,8 +57,8 @@ class Segments(NamedTuple):
 class NearParts(NamedTuple):
     """Near pairs whose query and key are on different ranks. Every field is a `(parts,)` array.
 
-    A rank computes the pairs of a branch between the queries `query ... query_end` and the keys `key ... key_end`, all tokens of the
-    whole sequence. It holds the queries, and the keys belong to ranks before or after it. Without causality, queries that are
+    A rank computes the pairs of a branch between the queries `query ... query_end` and the keys `key ... key_end`, all tokens of
+    the whole sequence. It holds the queries, and the keys belong to ranks before or after it. Without causality, queries that are
     global tokens see every key: the ranks of the keys compute them, and these queries belong to other ranks.
     """
 
