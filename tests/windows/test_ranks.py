@@ -48,6 +48,7 @@ EDGES = {
     "beside global tokens of several shards": of(4, (3, 0, 2, 17, 5), global_tokens=7, ignored=0.2),
     "beside global tokens of several shards, causal": of(7, (3, 17, 2, 5), global_tokens=21, is_causal=True),
     "beside global tokens of documents": of(3, (3, 0, 17, 5), global_tokens=4, borders=(0, 6, 6, 18, 25)),
+    "over shards shorter than it, beside global tokens": of(9, (3, 0, 2, 1, 0, 5, 3, 11), global_tokens=2),
     "none, and all tokens global": of(None, (5, 7, 0, 3), global_tokens=99),
     "as long as a shard": of(8, (8, 8, 8), ignored=0.5),
 }
@@ -71,9 +72,8 @@ def test_functions_see_positions_of_windows_over_ranks(exchange: str, backend: s
     if backend == "flex":
         functions.emulate(monkeypatch)
     monkeypatch.setattr("flexdilated.distributed.runtime.score_mod.MOST_CHUNK", 3)  # queries of a task: several chunks
-    for seed in range(4):
-        case = drawn(seed, 2 + seed % 3)
-        case = case if seed else replace(case, pattern=DilatedPattern(window=4, global_tokens=2))
+    for seed in range(5):
+        case = drawn(seed, 2 + seed % 3) if seed else EDGES["over shards shorter than it, beside global tokens"]
         functions.check(case, Mods(("table", "alibi", None)[seed % 3], ("thirds", None)[seed % 2], seed), exchange, backend)
 
 
@@ -133,8 +133,10 @@ def computed(plan: ContextPlan, exchange: str) -> Iterator[tuple[int, int, int, 
 
 @pytest.mark.parametrize("exchange", ["gather", "heads"])
 def test_rows_and_pairs_are_those_that_the_definition_needs(exchange: str) -> None:
-    for seed in range(40):
-        plan = drawn(seed, 2 + seed % 5).plan()
+    # Queries in the middle have no far key.
+    without_far_keys = replace(of(23, (13, 13, 14)), pattern=DilatedPattern((40,), (2,), window=23), group=1)
+    for case in (without_far_keys, *(drawn(seed, 2 + seed % 5) for seed in range(40))):
+        plan = case.plan()
         pairs = [0] * plan.num_ranks
         rows: dict[str, list[set[tuple[int, int]]]] = {kind: [set() for _ in pairs] for kind in KINDS}
         for rank, head, query, key in computed(plan, exchange):
