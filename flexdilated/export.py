@@ -28,8 +28,8 @@ def portable(program: ExportedProgram) -> ExportedProgram:
     """The same program in core aten operators alone, for runtimes without Python or without this library.
 
     Each branch is then one dense attention, whose scores exist all at once: `B H N w / r^2` for a segment length w and a rate r,
-    `1.5 B H N w` for a window of w tokens, `2.5 B H N w` if it is not causal. If N may exceed w, sequences are padded to a
-    multiple of w: give `torch.export.Dim` its `max`.
+    `1.5 B H N w` for a window of w tokens, `2.5 B H N w` if it is not causal; `B H N g` for g global tokens, twice as many if it
+    is not causal. If N may exceed w, sequences are padded to a multiple of w: give `torch.export.Dim` its `max`.
 
     Args:
         program: What `torch.export.export` made of a model in evaluation mode.

@@ -32,6 +32,9 @@ def test_each_rank_gets_its_columns_of_the_map(rank: int, mesh: DeviceMesh) -> N
             check_map(rank, mesh, case)
     shifted = ShardedCase(DilatedPattern.torchscale((11, 7), (3, 4)), shard_lengths=LENGTHS[:size], kv_heads=2)
     check_map(rank, mesh, shifted)
+    near = DilatedPattern((11, 40), (1, 3), window=5, global_tokens=4)
+    for is_causal in (False, True):
+        check_map(rank, mesh, ShardedCase(near, shard_lengths=LENGTHS[:size], kv_heads=3, is_causal=is_causal))
     check_map(rank, mesh, cut(size, ignored=0.3), torch.bfloat16)
 
 
