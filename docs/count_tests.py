@@ -20,6 +20,9 @@ from typing import Any
 from cpuinfo import get_cpu_info
 
 from benchmarks.environment import describe
+from tests.doors.cases import CASES, KINDS, VARIANTS
+from tests.doors.doors import DOORS
+from tests.doors.ranks import EXCHANGES, refusal
 
 OUTPUT = Path(__file__).parent / "evidence.json"
 OUTCOMES = ("passed", "skipped", "xfailed", "failed")
@@ -38,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     about = {key: value for key, value in describe().items() if key in ("device_class", "torch", "commit", "date")}
     machine = {"python": platform.python_version(), "cpu": get_cpu_info()["brand_raw"], "cores": os.cpu_count()}
-    options.output.write_text(json.dumps({"command": "nox -s tests", **about, **machine, **found}, indent=1) + "\n")
+    kept = {"command": "nox -s tests", **about, **machine, **found, "doors": doors()}
+    options.output.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"kept in {options.output}")
     return 0
 
@@ -57,6 +61,21 @@ def count(report: Path) -> dict[str, Any]:
             reasons[skipped.get("message", "")] += 1
     ordered = {area: {name: areas[area][name] for name in OUTCOMES if areas[area][name]} for area in sorted(areas)}
     return {"areas": ordered, "skipped": dict(reasons.most_common())}
+
+
+def doors() -> dict[str, dict[str, list[int]]]:
+    """By door and kind of pattern: the cases that equal the definition, and those that are refused by name (`tests/doors`)."""
+    asked: dict[str, dict[str, list[int]]] = {}
+    for name, door in DOORS.items():
+        for kind in KINDS:
+            cases = [CASES[kind, variant] for variant in door.asked() if door.lacks(CASES[kind, variant]) is None]
+            refused = sum(door.accepts(case) is not None for case in cases)
+            asked.setdefault(name, {})[kind] = [len(cases) - refused, refused]
+    for exchange in EXCHANGES:
+        for kind in KINDS:
+            refused = sum(refusal(CASES[kind, variant], exchange) is not None for variant in VARIANTS)
+            asked.setdefault(f"2 and 3 ranks, {exchange}", {})[kind] = [2 * (len(VARIANTS) - refused), 2 * refused]
+    return asked
 
 
 def outcome(case: ElementTree.Element) -> str:

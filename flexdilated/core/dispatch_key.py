@@ -28,7 +28,6 @@ class DispatchKey:
     packed: bool = False  # documents, whose lengths change from call to call
     num_tokens: int = 0  # per sequence, or of all packed documents
     window: bool = False  # the pattern has a window
-    windows_alone: bool = False  # the gradient needs the lse of the window alone (`detach_weights`)
     dlse: bool = False  # a backward is asked for, with a gradient of lse
     # What the caller wants.
     modified: bool = False  # by a score or mask function
@@ -59,6 +58,5 @@ class DispatchKey:
             packed=cu_seqlens is not None,
             num_tokens=q.shape[1],
             window=pattern.window is not None,
-            windows_alone=pattern.window is not None and pattern.detaches,
             **wanted,
         )

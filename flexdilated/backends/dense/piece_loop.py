@@ -56,13 +56,12 @@ class Plan(NamedTuple):
 def _plan(
     pieces: tuple[Piece, ...],
     windows: Windows,
-    windows_alone: bool,
     scale: float,
     cuts: tuple[int, int, int, int, int],
     offsets_apart: bool,
 ) -> Plan:
     """The plan of pieces; `cuts`: sizes as `slabs_of` takes them."""
-    pieces = dense_pieces(pieces, windows, windows_alone)
+    pieces = dense_pieces(pieces, windows)
     parts, options = slabs_of(pieces, *cuts, offsets_apart=offsets_apart), Options(is_causal=False, scale=scale)
     return Plan(pieces, parts, tuple(Slab(i, piece, options.within(piece)) for i, piece in enumerate(parts.pieces)))
 
@@ -122,7 +121,7 @@ class PieceLoop:
         self._key_padding_mask = None if key_padding_mask is None else key_padding_mask[:, :, None].expand(-1, -1, k.shape[2])
         row_bytes, limit = (self.group * q.shape[3] * q.element_size(), CPU_SLAB_BYTES) if self._packs else (0, GRID_LIMIT)
         cuts, apart = (q.shape[0], q.shape[1], self.group, limit, row_bytes), key_padding_mask is not None or self.group > 1
-        self.plan = _plan(pieces, self.kernel.windows, self.detaches, op_options.scale, cuts, apart)
+        self.plan = _plan(pieces, self.kernel.windows, op_options.scale, cuts, apart)
         self.pieces = self.plan.pieces
 
     def rows(self, *queries: Tensor, keys: tuple[Tensor, ...] = ()) -> list[Rows]:

@@ -110,8 +110,6 @@ def _fused_why_not(request: DispatchKey, most_head_dim: int, unmasked: str, flag
         return reason
     if request.key_padding_mask:
         return unmasked
-    if request.windows_alone:
-        return "under detach_weights a window needs a mask, which it has not"
     head_dim = request.head_dim + int(request.dlse)  # sympy of torch 2.11 adds no bool to a symbol
     if head_dim > most_head_dim:
         return f"head_dim must be at most {most_head_dim}, got {head_dim}"

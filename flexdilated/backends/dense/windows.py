@@ -19,7 +19,7 @@ LEAST_CHUNK, MOST_CHUNK, LONG = 64, 512, 2048
 
 
 @recent(size=lambda found, *arguments, **options: PIECE_BYTES * len(found))
-def dense_pieces(pieces: tuple[Piece, ...], windows: Windows, alone: bool) -> tuple[Piece, ...]:
+def dense_pieces(pieces: tuple[Piece, ...], windows: Windows, alone: bool = False) -> tuple[Piece, ...]:
     """Cut pieces for kernels whose causal masks have as many queries as keys, and whose bands are as `windows` says.
 
     Args:
