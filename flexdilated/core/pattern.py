@@ -87,13 +87,6 @@ class DilatedPattern:
             raise ValueError(f"heads must be one of {HEADS}, got {self.heads!r}")
         if self.offsets not in OFFSETS:
             raise ValueError(f"offsets must be one of {OFFSETS}, got {self.offsets!r}")
-        for name in ("zero_padding", "detach_weights"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-            if getattr(self, name) and (self.window is not None or self.global_tokens):
-                raise ValueError(
-                    f"{name} must be False beside a window or global_tokens, got True: torchscale, whose rule it is, has neither"
-                )
 
     @classmethod
     def longnet(cls) -> DilatedPattern:

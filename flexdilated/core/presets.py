@@ -96,3 +96,10 @@ def check_branches(pattern: Any, most_length: int, most_branches: int) -> None:
             raise ValueError(f"segment_lengths[{i}] must be at most {most_length}, got {length}")
         if not 1 <= rate <= length:
             raise ValueError(f"dilation_rates[{i}] must be in [1, segment_lengths[{i}]={length}], got {rate}")
+    for name in ("zero_padding", "detach_weights"):
+        if not isinstance(getattr(pattern, name), bool):
+            raise TypeError(f"{name} must be a bool, got {getattr(pattern, name)!r}")
+        if getattr(pattern, name) and (pattern.window is not None or pattern.global_tokens):
+            raise ValueError(
+                f"{name} must be False beside a window or global_tokens, got True: torchscale, whose rule it is, has neither"
+            )

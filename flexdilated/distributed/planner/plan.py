@@ -115,7 +115,8 @@ class ContextPlan(CutSegments):
         near = self.near_parts.where((receivers.start <= self.near_parts.rank) & (self.near_parts.rank < receivers.stop))
         first, end = (near.key, near.key_end) if kind == "kv" else (near.query, near.query_end)
         none, heads = np.zeros_like(first), self.num_kept[near.branch]
-        found.append(Spans(near.branch, near.rank, near.rank, first, end, first, none, residues=none + 1, place=none, places=heads))
+        own = {"branch": near.branch, "receiver": near.rank, "sender": near.rank, "first": first, "end": end, "origin": first}
+        found.append(Spans(**own, residue=none, residues=none + 1, place=none, places=heads))
         wanted = Spans(*(np.concatenate(columns) for columns in zip(*found)))
         holder = np.maximum(self.rank_of(wanted.first), senders.start)
         last = np.minimum(self.rank_of(wanted.end - 1), senders.stop - 1)
