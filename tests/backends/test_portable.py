@@ -24,8 +24,9 @@ def portable(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options
 @settings(deadline=None, max_examples=200)
 @given(windowed_calls())
 @example(Case(DilatedPattern(window=71), num_tokens=211, kv_heads=2, group=2, is_causal=True))
-@example(Case(DilatedPattern((64,), (2,), window=9, zero_padding=True), batch=2, num_tokens=293, kv_heads=2, ignored=0.3))
+@example(Case(DilatedPattern((64,), (2,), window=9, global_tokens=5), batch=2, num_tokens=293, kv_heads=2, ignored=0.3))
 @example(Case(DilatedPattern((7,), (7,), window=1), num_tokens=67, kv_heads=2))
+@example(Case(DilatedPattern((7,), (2,), global_tokens=1 << 40), num_tokens=19, kv_heads=2, is_causal=True))
 def test_portable_mixture_is_the_definition(case: Case) -> None:
     case = replace(case, borders=None)
     q, k, v, _, _ = case.tensors()

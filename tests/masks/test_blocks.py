@@ -1,5 +1,6 @@
 """Block lists against a look at all pairs, and what they cost over a million tokens."""
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ from hypothesis import example, given, settings
 from torch import Tensor
 
 from flexdilated import DilatedPattern
-from flexdilated.core.branch import Kept, Window
+from flexdilated.core.branch import Kept, Near
 from flexdilated.masks import blocks as listing
 from flexdilated.masks.blocks import BlockLists, Direction, HeadBranch, block_lists, head_branches, most_columns
 from tests.cases import least_heads
@@ -18,7 +19,7 @@ from tests.cases import least_heads
 ORDERS: tuple[Direction, ...] = ("any", "before", "after")
 SIZES = (1, 2, 3, 5, 8, 16)
 
-Branches = tuple[tuple[int, int, int] | Window, ...]  # length, rate, offset
+Branches = tuple[tuple[int, int, int] | Near, ...]  # length, rate, offset
 
 
 def join(branches: Branches, num_tokens: int, order: Direction) -> Tensor:
@@ -26,8 +27,8 @@ def join(branches: Branches, num_tokens: int, order: Direction) -> Tensor:
     p = torch.arange(num_tokens)
     joined = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
     for branch in branches:
-        if isinstance(branch, Window):
-            joined |= (p[:, None] - p).abs() < branch.size
+        if isinstance(branch, Near):
+            joined |= ((p[:, None] - p).abs() < branch.window) | (torch.minimum(p[:, None], p) < branch.global_tokens)
             continue
         w, r, o = branch
         kept = p % w % r == o
@@ -79,6 +80,7 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
         heads=draw(st.sampled_from(("all", "grouped"))),
         offsets=draw(st.sampled_from(("blocked", "interleaved"))),
         window=draw(st.none() | st.integers(1, 40) | st.integers(1, 300)),
+        global_tokens=draw(st.just(0) | st.integers(0, 40) | st.integers(0, 300)),
     )
 
 
@@ -99,11 +101,11 @@ def test_lists_hold_the_blocks_that_a_look_at_all_pairs_finds(
 ) -> None:
     num_heads = max(num_heads, least_heads(pattern))
     head %= num_heads
-    segments, window = pattern.split("tests")
+    segments, near = pattern.split("tests")
     branches: Branches = tuple(
         (w, r, pattern.offset(i, head, num_heads)) for i, (w, r) in enumerate(segments) if head in pattern.head_range(i, num_heads)
     )
-    branches += () if window is None else (window,)
+    branches += (near,) if near else ()
     found = head_branches(pattern, head, num_heads, num_tokens)
     compare(block_lists(found, num_tokens, *sizes, order), join(branches, num_tokens, order), sizes)
 
@@ -111,9 +113,9 @@ def test_lists_hold_the_blocks_that_a_look_at_all_pairs_finds(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("sizes", [(8, 8), (3, 16), (16, 3), (1, 1)], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 9, 16, 17, 57, 300])
-def test_windows_alone_and_beside_segments(size: int, sizes: tuple[int, int], order: Direction) -> None:
-    for segments in ((), ((10, 1), (60, 3))):
-        pattern = DilatedPattern(*zip(*segments), window=size)
+def test_near_pairs_alone_and_beside_segments(size: int, sizes: tuple[int, int], order: Direction) -> None:
+    for segments, near in product(((), ((10, 1), (60, 3))), ((size, 0), (None, size), (size, 6))):
+        pattern = DilatedPattern(*zip(*segments), window=near[0], global_tokens=near[1])
         branches = head_branches(pattern, 2, 3, 70)
         check(branches, 70, sizes, order)
         lists = block_lists(branches, 70, *sizes, order)
@@ -241,5 +243,5 @@ def test_of_blocks_that_rate_1_leaves_those_with_all_four_corners_are_looked_at(
 @pytest.mark.parametrize(("order", "corners"), [("any", ((4, 3), (3, 4))), ("before", ((4, 3),)), ("after", ((3, 4),))])
 def test_a_dilated_branch_completes_a_block_that_a_window_joins(order: Direction, corners: tuple[tuple[int, int], ...]) -> None:
     """The window leaves the pair (79, 48) of the block of tokens 64..79 and 48..63."""
-    full = [check(branches, 128, (16, 16), order) for branches in ((Window(31),), (Kept(128, 31, 17), Window(31)))]
+    full = [check(branches, 128, (16, 16), order) for branches in ((Near(31),), (Kept(128, 31, 17), Near(31)))]
     assert set(map(tuple, (full[1] & ~full[0]).nonzero().tolist())) == set(corners)

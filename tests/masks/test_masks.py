@@ -16,8 +16,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod, dilated_score_mod, reference
+from flexdilated.masks.functions import checked_score_mod
 from flexdilated.tuning.checks import Attend
-from tests.cases import Case, differentiate, windowed_calls
+from tests.cases import Case, calls, differentiate, windowed_calls
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((7, 13, 29), (1, 3, 5))
@@ -41,16 +42,15 @@ def pairs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def multiplicity(case: Case) -> Tensor:
-    """(H, N, N): how many branches join a pair, by the definition."""
+    """(H, N, N): how often a pair counts, by the definition."""
     p = torch.arange(case.num_tokens)
     count = torch.zeros(case.kv_heads, case.num_tokens, case.num_tokens, dtype=torch.float64)
-    segments, window = case.pattern.split("tests")
-    if window is not None:
-        count += (p[:, None] - p).abs() < window.size
+    segments, near = case.pattern.split("tests")
     for i, (w, r) in enumerate(segments):
         for h in case.pattern.head_range(i, case.kv_heads):
             kept = p % w % r == case.pattern.offset(i, h, case.kv_heads)
             count[h] += kept[:, None] & kept & (p[:, None] // w == p // w)
+    count[:, ((p[:, None] - p).abs() < near.window) | (torch.minimum(p[:, None], p) < near.global_tokens)] = 1
     return (count.tril() if case.is_causal else count).repeat_interleave(case.group, dim=0)
 
 
@@ -95,7 +95,8 @@ def test_mask_mod_is_true_where_a_branch_joins_the_pair(case: Case) -> None:
 
 
 INTERLEAVED, GROUPED, WINDOW = {"offsets": "interleaved"}, {"heads": "grouped", "window": 2**32}, {"window": 2**31}
-RULES: tuple[Any, ...] = ({}, INTERLEAVED, GROUPED, WINDOW, {"window": 100})
+FIRST = {"global_tokens": 2**32, "window": 3}
+RULES: tuple[Any, ...] = ({}, INTERLEAVED, GROUPED, WINDOW, FIRST, {"window": 100}, {"window": 9, "global_tokens": 5})
 
 
 @pytest.mark.parametrize(
@@ -112,13 +113,13 @@ def test_segments_and_rates_longer_than_the_integers_of_positions(dtype: torch.d
     lengths = (127, 128, 2**31 - 1, 2**31, 2**32, 2**32 + 5, 2**32 + 5, 2**40)
     for length, rate in zip(lengths, (3, 3, 1, 3, 1, 5, 2**32 + 3, 7)):
         case = Case(DilatedPattern((17, length), (2, rate), **rules), num_tokens=128, kv_heads=3, group=2)
-        mask_mod, score_mod = part(dilated_mask_mod, case), part(dilated_score_mod, case)
+        mask_mod, score_mod = part(dilated_mask_mod, case), part(checked_score_mod, case)
         if compiled:
             mask_mod, score_mod = (torch.compile(f, fullgraph=True, backend="eager") for f in (mask_mod, score_mod))
         pair, count = [x.to(dtype) for x in pairs(case)], multiplicity(case)
         assert torch.equal(mask_mod(*pair).expand_as(count[None]), count[None] > 0), (length, rate)
         assert torch.equal(score_mod(torch.zeros(1, *count.shape), *pair), count[None].float().log()), (length, rate)
-        if case.pattern.window is None:
+        if not case.pattern.split("tests")[1]:
             assert not mask_mod(*pair[:2], pair[2], pair[3] * 0 - 1).any()  # -1 is in the segment of no token
 
 
@@ -341,7 +342,7 @@ def test_zero_keys_and_shifts_are_refused(
 
 
 @settings(max_examples=50)
-@given(windowed_calls())
+@given(calls())
 def test_zero_padding_is_refused_wherever_it_changes_the_reference(case: Case) -> None:
     case = replace(case, pattern=replace(case.pattern, zero_padding=True))
     exact = replace(case, pattern=replace(case.pattern, zero_padding=False))
@@ -357,20 +358,23 @@ def test_constant_mixing_weights_are_refused_by_the_score_function_alone() -> No
     pattern = DilatedPattern((7, 13), (1, 3), detach_weights=True)
     with pytest.raises(NotImplementedError, match=r"pattern must have detach_weights=False, got True: .* no score_mod; use"):
         call(dilated_score_mod, pattern=pattern)
-    with pytest.raises(NotImplementedError, match=r"pattern must have detach_weights=False, got True"):
-        call(dilated_score_mod, pattern=replace(pattern, heads="grouped", window=4))  # a head mixes its segments and the window
     call(dilated_mask_mod, pattern=pattern)
     call(create_dilated_block_mask, pattern=pattern, device="cpu")
 
 
 @pytest.mark.parametrize(
     "pattern",
-    [DilatedPattern((13,), (3,), detach_weights=True), replace(DilatedPattern.grouped((7, 13), (1, 3)), detach_weights=True)],
-    ids=["one_branch", "grouped"],
+    [
+        DilatedPattern((13,), (3,), detach_weights=True),
+        replace(DilatedPattern.grouped((7, 13), (1, 3)), detach_weights=True),
+        DilatedPattern((13,), (3,), window=4, global_tokens=2),
+    ],
+    ids=["one_branch", "grouped", "near"],
 )
-def test_constant_mixing_weights_are_accepted_where_nothing_is_mixed(pattern: DilatedPattern) -> None:
+def test_the_mask_alone_serves_where_every_pair_counts_once(pattern: DilatedPattern) -> None:
     case = Case(pattern, lse_gradient=False)
-    attend = dense(case, part(dilated_score_mod, case))
+    assert part(dilated_score_mod, case) is None
+    attend = dense(case, lambda score, *pair: score, part(dilated_mask_mod, case))
     assert_close(differentiate(attend, *case.tensors()), differentiate(attend_by_reference(case), *case.tensors()))
 
 

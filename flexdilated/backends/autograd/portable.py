@@ -34,6 +34,9 @@ def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, op_options = Inputs(*arguments[:6]), OpOptions.decoded(arguments[6:])
     q, k, v, key_padding_mask = inputs[:4]
     _check(op_options.pattern, q.shape[1], inputs.cu_seqlens, op_options.dropout_p)
+    global_tokens = op_options.pattern.global_tokens
+    if global_tokens and _always(q.shape[1] <= global_tokens):  # every pair counts once
+        op_options = op_options._replace(pattern=DilatedPattern((global_tokens,), (1,)))
     if key_padding_mask is not None:
         # What ignored keys and values hold must not matter, and 0 times NaN would.
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
