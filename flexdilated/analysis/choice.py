@@ -183,10 +183,10 @@ def _beyond(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal:
         return ""
     try:
         layers = layers_to_cover(pattern, num_tokens, num_heads, is_causal=is_causal)
-    except NotImplementedError:  # too many residues to list
-        layers = None
-    after = f"all is seen after {layers} layers" if layers else "all is seen after several layers"
-    return f" No segment is as long as the sequence: {after}."
+    except NotImplementedError:  # too many tokens or segments to look at
+        return " No segment is as long as the sequence: it takes several layers to see far tokens."
+    but = "" if layers else f", but some of the {2 * max(pattern.dilation_rates) - 2} tokens just before a token may stay unseen"
+    return f" No segment is as long as the sequence: all is seen after {layers or 'several'} layers{but}."
 
 
 def _proposals(num_tokens: int, num_heads: int, global_tokens: int) -> Iterator[DilatedPattern]:

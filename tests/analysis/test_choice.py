@@ -8,7 +8,7 @@ import pytest
 from matplotlib.text import Text
 
 from flexdilated import DilatedPattern, choose_pattern
-from flexdilated.analysis import Choice
+from flexdilated.analysis import Choice, reachable
 from flexdilated.draw.choices import RADIUS, draw_choices
 
 GROUPED = DilatedPattern.grouped((4, 8), (1, 2))
@@ -89,7 +89,13 @@ def test_sentences_of_causal_patterns_name_no_later_token() -> None:
     found = choose_pattern(512, 8, is_causal=True).shown
     assert all(" No token reads a later one." in each.why for each in found)
     assert found[2].why.startswith("Each token reads a window of 16 tokens and the first 4. In each head, ")
-    assert found[3].why.endswith(" No segment is as long as the sequence: all is seen after several layers.")
+    beyond = " No segment is as long as the sequence: "
+    unseen = np.tril(~reachable(found[3].pattern, 512, 8, layers=64, is_causal=True))
+    assert 0 < max(q - k for q, k in np.argwhere(unseen)) <= 6
+    but = "all is seen after several layers, but some of the 6 tokens just before a token may stay unseen."
+    assert found[3].why.endswith(beyond + but)
+    far = choose_pattern(2**33, 9, budget=1e-5).shown[0]
+    assert far.why.endswith(beyond + "it takes several layers to see far tokens.")
     dense = [choose_pattern(9, 1, budget=1.0, is_causal=is_causal).shown[0].why for is_causal in (False, True)]
     assert dense == [f"Dense attention: every token reads {what}." for what in ("all tokens", "itself and all tokens before it")]
 
