@@ -31,6 +31,7 @@ from flexdilated.core.checks import why_not_connected
 from tests.analysis.definition import seen_after
 from tests.cases import least_heads
 
+causal = DilatedPattern.causal
 BEST = DilatedPattern((16, 512), (1, 4))  # of the experiments with 512 tokens and 8 heads
 
 
@@ -121,24 +122,25 @@ def test_first_uncrossed_boundary(pattern: DilatedPattern, num_tokens: int, num_
 @pytest.mark.parametrize(
     ("seq_len", "num_heads", "rate", "window"),
     [
-        (512, 8, 4, 16),
+        (512, 8, 4, 256),  # the least window
         (8192, 8, 4, 256),
-        (8192, 12, 6, 112),  # 113 rounded down
+        (2**17, 12, 6, 1792),  # 1,820 rounded down
+        (2**17, 32, 8, 1024),  # the largest rate
         (8192, 9, 3, 448),  # at rate 4 blocked offsets of 9 heads leave a residue out; 455 rounded down
         (8192, 2, 2, 1024),
         (4096, 3, 2, 512),
-        (77, 19, 7, 14),  # twice the rate
-        (100, 18, 9, 18),  # not rounded below twice the rate
-        (17, 8, 4, 8),
-        (16, 8, 1, None),
+        (257, 19, 7, 256),
+        (256, 19, 1, None),
+        (1, 1, 1, None),
         (8192, 1, 1, None),
     ],
 )
 def test_causal_preset(seq_len: int, num_heads: int, rate: int, window: int | None) -> None:
-    assert DilatedPattern.causal(seq_len, num_heads) == DilatedPattern((seq_len,), (rate,), window=window)
+    expected = DilatedPattern((seq_len,), (rate,), window=window, global_tokens=4 if window else 0)
+    assert DilatedPattern.causal(seq_len, num_heads) == expected
 
 
-@pytest.mark.parametrize("seq_len", [1, 2, 7, 61, 512, 768, 1000, 8191, 2**20, 2**40])
+@pytest.mark.parametrize("seq_len", [1, 61, 257, 512, 768, 1000, 8191, 2**20, 2**40])
 def test_causal_preset_is_connected_and_costs_what_it_says(seq_len: int) -> None:
     for num_heads in range(1, 40):
         pattern = DilatedPattern.causal(seq_len, num_heads)
@@ -147,22 +149,45 @@ def test_causal_preset_is_connected_and_costs_what_it_says(seq_len: int) -> None
             assert pattern == DilatedPattern((seq_len,), (1,))
             continue
         (rate,) = pattern.dilation_rates
-        far = seq_len / (2 * rate**2)
-        assert max(0.75 * far - 1, 2 * rate) <= pattern.window <= max(far, 2 * rate)
+        far, size = seq_len / (2 * rate**2), pattern.window
+        assert rate <= 8
+        assert max(0.75 * far - 1, 256) <= size <= max(far, 256)
         keys = pattern.count_pairs(seq_len, num_heads, is_causal=True) / (seq_len * num_heads)
-        assert abs(keys - (pattern.window + far)) <= 1 + pattern.window / 2 * (pattern.window / seq_len)
-        assert keys < (seq_len + 1) / 2
+        without_near = far * (1 - size / seq_len) ** 2
+        assert abs(keys - (size * (1 - size / 2 / seq_len) + without_near)) <= 1 + pattern.global_tokens
+        assert keys <= (seq_len + 1) / 2
 
 
-def test_causal_preset_takes_a_window_and_a_rate() -> None:
-    assert DilatedPattern.causal(512, 8, window=7, rate=4) == DilatedPattern((512,), (4,), window=7)
-    assert DilatedPattern.causal(512, 8, rate=8) == DilatedPattern((512,), (8,), window=16)
-    assert DilatedPattern.causal(512, 1, window=1) == DilatedPattern((512,), (1,), window=1)
-    assert DilatedPattern.causal(512, 8, window=2).crosses_boundaries(512, 8)
+def test_causal_preset_takes_a_window_a_rate_and_global_tokens() -> None:
+    assert causal(512, 8, window=7, rate=4) == DilatedPattern((512,), (4,), window=7, global_tokens=4)
+    assert causal(512, 16, rate=16, global_tokens=0) == DilatedPattern((512,), (16,), window=256)
+    assert causal(512, 1, window=1, global_tokens=7) == DilatedPattern((512,), (1,), window=1, global_tokens=7)
+    assert causal(512, 8, window=2).crosses_boundaries(512, 8)
+
+
+@pytest.mark.parametrize(("seq_len", "num_heads", "budget"), [(1021, 3, 0.9), (8192, 8, 0.2), (8191, 9, 0.2), (2**40, 16, 0.02)])
+@pytest.mark.parametrize("global_tokens", [0, 4, 61])
+def test_causal_preset_with_a_budget_has_the_longest_window_within_it(
+    seq_len: int, num_heads: int, budget: float, global_tokens: int
+) -> None:
+    pattern = causal(seq_len, num_heads, budget=budget, global_tokens=global_tokens)
+    size = pattern.window
+    assert size is not None
+    unit = 2 ** (size.bit_length() - 3)  # windows are multiples of it
+    assert replace(pattern, window=None) == replace(causal(seq_len, num_heads, global_tokens=global_tokens), window=None)
+    assert size % unit == 0
+    within, over = (
+        each.count_pairs(seq_len, num_heads, is_causal=True) * 2 / (num_heads * seq_len * (seq_len + 1))
+        for each in (pattern, replace(pattern, window=size + unit))
+    )
+    assert within <= budget < over
+
+
+def test_a_budget_of_1_is_dense_attention() -> None:
+    assert [causal(n, 8, budget=1) for n in (1, 61, 8192)] == [DilatedPattern((n,), (1,)) for n in (1, 61, 8192)]
 
 
 RATE = "rate must be at most seq_len=%d and have a head for each of its residues among num_kv_heads=8, got %d; "
-causal = DilatedPattern.causal
 
 
 @pytest.mark.parametrize(
@@ -176,6 +201,15 @@ causal = DilatedPattern.causal
         (lambda: causal(2, 8, rate=4), ValueError, RATE % (2, 4)),
         (lambda: causal(0, 8), ValueError, "seq_len must be at least 1, got 0"),
         (lambda: causal(2**40 + 1, 8), ValueError, f"seq_len must be at most {2**40}, got {2**40 + 1}"),
+        (lambda: causal(61, 8, global_tokens=-1), ValueError, f"global_tokens must be in [0, {2**40}], got -1"),
+        (lambda: causal(61, 8, global_tokens=1.5), TypeError, "global_tokens must be an integer, got 1.5"),
+        (lambda: causal(512, 8, budget=0.5, window=7), ValueError, "window must be None with budget, which determines it, got 7"),
+        (lambda: causal(512, 8, budget="10%"), TypeError, "budget must be a number, got '10%'"),
+        (lambda: causal(512, 8, budget=True), TypeError, "budget must be a number, got True"),
+        (lambda: causal(512, 8, budget=0), ValueError, "budget must be in (0, 1], got 0; 0.1 is a tenth of the pairs of dense"),
+        (lambda: causal(512, 8, budget=float("nan")), ValueError, "budget must be in (0, 1], got nan; "),
+        (lambda: causal(512, 8, budget=0.76), ValueError, "budget must be at least 0.77"),
+        (lambda: causal(61, 8, budget=0.9), ValueError, "budget must be at least 1 for a window of 61 tokens and the far branch"),
         (lambda: causal(512, 0), ValueError, "num_kv_heads must be at least 1, got 0"),
         (lambda: BEST.crosses_boundaries(0, 1), ValueError, "num_tokens must be at least 1, got 0"),
         (lambda: BEST.crosses_boundaries(1, 0), ValueError, "num_heads must be at least 1, got 0"),
@@ -251,9 +285,9 @@ def test_a_pattern_that_meets_heads_warns_once_of_what_is_lost(name: str) -> Non
             SPARSE,
             [r"^pattern with segments \(16,\) at rates \(8,\) has no head for token 2, the first of its kind: its output is 0, "],
         ),
-        (DilatedPattern.causal(32, 4), []),  # of rate 2
+        (DilatedPattern.causal(32, 4, window=8), []),  # of rate 2
         (
-            DilatedPattern.causal(32, num_kv_heads=8),  # query heads by mistake
+            DilatedPattern.causal(32, num_kv_heads=8, window=8),  # query heads by mistake
             [r"^pattern with segments \(32,\) at rates \(4,\) and a window of 8 " + without + "0:"],
         ),
     ):
@@ -301,7 +335,7 @@ BEYOND = (
 
 @pytest.mark.usefixtures("forgotten")
 def test_causal_calls_beyond_the_longest_segment_warn_once() -> None:
-    pattern = DilatedPattern.causal(16, 4)
+    pattern = DilatedPattern.causal(16, 4, window=4)
     call = lambda n, **options: warnings_of(lambda: dilated_attention(*torch.randn(3, 1, n, 4, 2), pattern, **options))  # noqa: E731
     assert call(16, is_causal=True) == call(17) == []
     (text,) = call(17, is_causal=True)
@@ -312,7 +346,7 @@ def test_causal_calls_beyond_the_longest_segment_warn_once() -> None:
 
 @pytest.mark.usefixtures("forgotten")
 def test_a_cache_beyond_the_longest_segment_warns_once_by_its_real_lengths() -> None:
-    pattern = DilatedPattern.causal(16, 4)
+    pattern = DilatedPattern.causal(16, 4, window=4)
     cache = DilatedKVCache(pattern, batch_size=2, num_kv_heads=4, head_dim=2)
 
     def step(num_tokens: int, *lengths: int) -> list[str]:
@@ -335,7 +369,7 @@ def test_a_cache_beyond_the_longest_segment_warns_once_by_its_real_lengths() -> 
 
 @pytest.mark.usefixtures("forgotten")
 def test_a_cache_does_not_read_its_lengths_before_the_longest_segment_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = DilatedKVCache(DilatedPattern.causal(16, 4), batch_size=1, num_kv_heads=4, head_dim=2)
+    cache = DilatedKVCache(DilatedPattern.causal(16, 4, window=4), batch_size=1, num_kv_heads=4, head_dim=2)
     reads: list[int] = []
     read = torch.Tensor.max
     monkeypatch.setattr(torch.Tensor, "max", lambda x, *args: reads.append(1) or read(x, *args))
@@ -380,7 +414,7 @@ def test_no_warning_without_need() -> None:
 
 
 def test_causal_preset_rejects_the_name_of_query_heads() -> None:
-    assert list(inspect.signature(causal).parameters) == ["seq_len", "num_kv_heads", "window", "rate"]
+    assert list(inspect.signature(causal).parameters) == ["seq_len", "num_kv_heads", "window", "rate", "global_tokens", "budget"]
     assert causal(512, num_kv_heads=8) == causal(512, 8)
     message = "DilatedPattern.causal() takes num_kv_heads, the number of key/value heads, got num_heads"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):

@@ -45,14 +45,14 @@ from tests.tolerances import EXACT
 pytestmark = pytest.mark.filterwarnings("ignore:pattern with segments:UserWarning")  # published patterns that lose information
 ROOT = Path(__file__).parents[1]
 TOKENS, HEADS, WIDTH, VOCAB = 67, 4, 16, 31
-CAUSAL = DilatedPattern.causal(TOKENS, HEADS)
+CAUSAL = DilatedPattern.causal(TOKENS, HEADS, window=13)
 PRESETS = {
     "longnet": DilatedPattern.longnet(),
     "longnet, scaled": DilatedPattern((4, 8, 16, 32, 64), DilatedPattern.longnet().dilation_rates),
     "torchscale": DilatedPattern.torchscale((16, 33), (1, 2)),
     "grouped": DilatedPattern.grouped((16, 33), (1, 2)),
     "causal": CAUSAL,
-    "causal, one head": DilatedPattern.causal(TOKENS, 1),
+    "causal, short": DilatedPattern.causal(TOKENS, HEADS),
     "gigapath": DilatedPattern.gigapath(),
     "gigapath, scaled": DilatedPattern.gigapath(1024, 256),
     "first proposal": choose_pattern(TOKENS, HEADS, is_causal=False).shown[0].pattern,
@@ -84,7 +84,7 @@ SNIPPETS = snippets()
 
 
 def test_the_docs_write_patterns_in_numbers() -> None:
-    assert "DilatedPattern.causal(8192, num_heads=8)" in SNIPPETS
+    assert "DilatedPattern.causal(8192, num_kv_heads=8)" in SNIPPETS
     assert len(SNIPPETS) > 40
 
 

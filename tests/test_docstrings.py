@@ -28,7 +28,6 @@ EXEMPT = {
     "DilatedPattern.head_runs": INTERNAL,
     "DilatedPattern.kept": INTERNAL,
     "DilatedPattern.kept_offsets": INTERNAL,
-    "DilatedPattern.segments": INTERNAL,
 }
 DRAWS = {"draw_attention_map", "draw_pattern"}
 

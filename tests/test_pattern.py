@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexdilated.core.pattern
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.core import boundaries, branch, integers, keywords, pattern_svg
+from flexdilated.core import boundaries, branch, integers, keywords, pattern_svg, presets
 from flexdilated.core.pattern import BACKWARD, FORWARD
 from tests.cases import least_heads, patterns
 
@@ -63,7 +63,7 @@ def test_pattern_equals_its_copies_and_has_a_small_picture(pattern: DilatedPatte
         assert len(picture) < 12_000
 
 
-@pytest.mark.parametrize("module", [flexdilated.core.pattern, boundaries, branch, integers, keywords, pattern_svg])
+@pytest.mark.parametrize("module", [flexdilated.core.pattern, boundaries, branch, integers, keywords, pattern_svg, presets])
 def test_pattern_module_and_what_it_imports_import_the_standard_library_only(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
     roots = set()
@@ -72,7 +72,7 @@ def test_pattern_module_and_what_it_imports_import_the_standard_library_only(mod
             roots |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            if node.module in {each.__name__ for each in (boundaries, branch, integers, keywords, pattern_svg)}:
+            if node.module in {each.__name__ for each in (boundaries, branch, integers, keywords, pattern_svg, presets)}:
                 continue
             roots.add((node.module or "").split(".")[0])
     assert roots <= sys.stdlib_module_names
@@ -93,7 +93,7 @@ def test_notebooks_show_every_branch_and_a_title_that_can_be_read_aloud() -> Non
 @pytest.mark.parametrize(
     ("lengths", "rates", "options", "error", "message"),
     [
-        ((), (), {}, ValueError, r"segment_lengths must hold at least one length if window is None, got \(\)"),
+        ((), (), {}, ValueError, r"segment_lengths must hold at least one length without a window or global_tokens, got \(\)"),
         ((7, 13), (1,), {}, ValueError, r"dilation_rates must hold one rate per segment length \(2\), got \(1,\)"),
         ((7, 0), (1, 1), {}, ValueError, r"segment_lengths\[1\] must be at least 1, got 0"),
         ((7, 2**40 + 1), (1, 1), {}, ValueError, r"segment_lengths\[1\] must be at most 1099511627776, got 1099511627777"),

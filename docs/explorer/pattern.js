@@ -227,7 +227,7 @@ window.explorer = explorer;
     example: { title: "Small example", state: example([16, 32, 64], [1, 2, 4], 4, 64, { block_size: 16, query: 32 }) },
     causal: {
       title: "Causal",
-      state: example([8192], [4], 8, 8192, { window: 256, is_causal: true, query: 5000 }),
+      state: example([8192], [4], 8, 8192, { window: 256, global_tokens: 4, is_causal: true, query: 5000 }),
     },
     longnet: {
       title: "LongNet",

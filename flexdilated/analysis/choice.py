@@ -13,7 +13,7 @@ from flexdilated.core.branch import Kept
 from flexdilated.core.checks import is_number, why_not_connected
 from flexdilated.core.integers import at_least_one
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.presets import FIRST_TOKENS
+from flexdilated.core.presets import FIRST_TOKENS, rounded_up
 
 MOST_TOKENS, MOST_HEADS = 2**40, 1024
 SHORTEST = 16  # tokens of a local segment
@@ -27,7 +27,7 @@ class Choice:
 
     >>> choice = choose_pattern(4096, 8, budget=0.05).shown[0]
     >>> choice.pairs, round(choice.share, 3), choice.is_within_budget
-    (6226432, 0.046, True)
+    (6165440, 0.046, True)
     """
 
     pattern: DilatedPattern
@@ -135,7 +135,7 @@ def choose_pattern(
     ]
     if not shown:
         least = min(tried, key=lambda choice: choice.pairs)
-        shown = [replace(least, why=f"{least.why} It is the cheapest: budget={_above(least.share):g} would do.")]
+        shown = [replace(least, why=f"{least.why} It is the cheapest: budget={rounded_up(least.share):g} would do.")]
     for pattern in own_patterns:
         pairs = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
         shown.append(judged(pattern, pairs, _about_given(pattern, num_tokens, num_heads, is_causal=is_causal), is_given=True))
@@ -177,22 +177,16 @@ def _order(choice: Choice) -> tuple[int, int, int, int]:
     return (_num_parts(choice.pattern), max(choice.pattern.dilation_rates), -choice.local, choice.pairs)
 
 
-def _above(share: float) -> float:
-    """A share, rounded up to three digits."""
-    digits = 2 - math.floor(math.log10(share))
-    return float(math.ceil(share * 10**digits) / 10**digits)
-
-
 def _beyond(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> str:
     """A sentence where no segment holds the whole sequence: after how many layers all of it is seen."""
     if max(pattern.segment_lengths) >= num_tokens:
         return ""
     try:
         layers = layers_to_cover(pattern, num_tokens, num_heads, is_causal=is_causal)
-    except NotImplementedError:  # too many residues to list
-        layers = None
-    after = f"all is seen after {layers} layers" if layers else "all is seen after several layers"
-    return f" No segment is as long as the sequence: {after}."
+    except NotImplementedError:  # too many tokens or segments to look at
+        return " No segment is as long as the sequence: it takes several layers to see far tokens."
+    but = "" if layers else f", but some of the {2 * max(pattern.dilation_rates) - 2} tokens just before a token may stay unseen"
+    return f" No segment is as long as the sequence: all is seen after {layers or 'several'} layers{but}."
 
 
 def _proposals(num_tokens: int, num_heads: int, global_tokens: int) -> Iterator[DilatedPattern]:

@@ -163,9 +163,8 @@ class DilatedPattern:
             return pattern.count_pairs(seq_len, num_kv_heads, is_causal=True) / (num_kv_heads * seq_len * (seq_len + 1) // 2)
 
         rate, window = causal_sizes(seq_len, num_kv_heads, window, rate, share, budget)
-        if window is None:
-            return cls((seq_len,), (1,))
-        return cls((seq_len,), (rate,), window=window, global_tokens=global_tokens)
+        pattern = cls((seq_len,), (rate,), window=window or seq_len, global_tokens=global_tokens)
+        return pattern if window else cls((seq_len,), (1,))
 
     @classmethod
     def gigapath(cls, max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:

@@ -53,18 +53,24 @@ def _window_within(budget: float, seq_len: int, window: int | None, share: Calla
         raise ValueError(f"budget must be in (0, 1], got {budget}; 0.1 is a tenth of the pairs of dense attention")
     low, high = min(LEAST_WINDOW, seq_len), seq_len
     if share(low) > budget:
-        least = math.ceil(share(low) * 1000) / 1000
+        least = rounded_up(share(low))
         raise ValueError(f"budget must be at least {least:g} for a window of {low} tokens and the far branch, got {budget}")
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if share(middle) <= budget else (low, middle - 1)
-    return None if low == seq_len else max(rounded(low), min(LEAST_WINDOW, seq_len))
+    return None if low == seq_len else rounded(low)
 
 
 def rounded(size: int) -> int:
     """`size` rounded down to a multiple of a large power of two, which kernels prefer."""
     unit = 1 << max((size // 4).bit_length() - 1, 0)
     return size // unit * unit
+
+
+def rounded_up(share: float) -> float:
+    """A share, rounded up to three digits."""
+    digits = 2 - math.floor(math.log10(share))
+    return float(math.ceil(share * 10**digits) / 10**digits)
 
 
 def gigapath_lengths(max_wsi_size: int, tile_size: int) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.text import Text
 
 from flexdilated import DilatedPattern, choose_pattern
-from flexdilated.analysis import Choice
+from flexdilated.analysis import Choice, reachable
 from flexdilated.draw.choices import RADIUS, draw_choices
 
 GROUPED = DilatedPattern.grouped((4, 8), (1, 2))
@@ -26,13 +26,13 @@ def branches(choices: tuple[Choice, ...]) -> list[list[tuple[int, int]]]:
             512,
             8,
             0.1,
-            [[(512, 4), (8,)], [(16, 1), (512, 4)], [(512, 8), (16,)], [(32, 1), (512, 8)], [(24, 1), (120, 4), (144, 4)]],
+            [[(16, 1), (512, 4)], [(32, 1), (512, 8)], [(512, 8), (16,), (4,)], [(24, 1), (120, 4), (144, 4)]],
         ),
-        (8192, 8, 0.1, [[(8192, 4), (128,)], [(256, 1), (8192, 4)], [(8192, 8), (256,)], [(512, 1), (8192, 8)]]),
+        (8192, 8, 0.1, [[(8192, 4), (128,), (4,)], [(256, 1), (8192, 4)], [(8192, 8), (256,), (4,)], [(512, 1), (8192, 8)]]),
         (2**20, 12, 0.003, [[(32, 1), (5824, 2), (5856, 2)], [(128, 1), (11648, 3), (11776, 3)]]),
         (4096, 1, 0.1, [[(4096, 1)]]),
         (1, 1, 0.1, [[(1, 1)]]),
-        (8192, 8, 1.0, [[(8192, 1)], [(8192, 2), (3072,)], [(6144, 1), (8192, 2)]]),
+        (8192, 8, 1.0, [[(8192, 1)], [(8192, 2), (3072,), (4,)], [(6144, 1), (8192, 2)]]),
     ],
 )
 def test_proposals_in_their_order(num_tokens: int, num_heads: int, budget: float, expected: list[list[tuple[int, int]]]) -> None:
@@ -45,7 +45,7 @@ def test_all_that_is_tried_is_connected_and_counted_exactly(
     num_tokens: int, num_heads: int, budget: float, is_causal: bool
 ) -> None:
     found = choose_pattern(num_tokens, num_heads, budget=budget, is_causal=is_causal)
-    assert set(found.shown) <= set(found.tried)
+    assert {each.pattern for each in found.shown} <= {each.pattern for each in found.tried}
     for each in found.tried:
         assert each.pattern.crosses_boundaries(num_tokens, num_heads)
         assert each.pairs == each.pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
@@ -57,6 +57,8 @@ def test_all_that_is_tried_is_connected_and_counted_exactly(
 
 def test_the_cheapest_is_shown_where_none_is_within_the_budget() -> None:
     (only,) = choose_pattern(4096, 8, budget=1e-9).shown
+    assert only.why.endswith(" It is the cheapest: budget=0.0109 would do.")
+    assert choose_pattern(4096, 8, budget=0.0109).shown[0].pattern == only.pattern
     assert not only.is_within_budget
     assert only.pairs == min(each.pairs for each in choose_pattern(4096, 8).tried)
 
@@ -79,12 +81,21 @@ def test_sentences() -> None:
     assert two.why == f"Each token reads its segment of 16 tokens. {far}"
     assert three.why == (
         "Each token reads its segment of 24 tokens. In each head, 1 in 4 of the tokens of longer segments of 120 and 144 also read "
-        "each other; 2 heads keep the same tokens."
+        "each other; 2 heads keep the same tokens. No segment is as long as the sequence: all is seen after 8 layers."
     )
 
 
 def test_sentences_of_causal_patterns_name_no_later_token() -> None:
-    assert all(each.why.endswith(" No token reads a later one.") for each in choose_pattern(512, 8, is_causal=True).shown)
+    found = choose_pattern(512, 8, is_causal=True).shown
+    assert all(" No token reads a later one." in each.why for each in found)
+    assert found[2].why.startswith("Each token reads a window of 16 tokens and the first 4. In each head, ")
+    beyond = " No segment is as long as the sequence: "
+    unseen = np.tril(~reachable(found[3].pattern, 512, 8, layers=64, is_causal=True))
+    assert 0 < max(q - k for q, k in np.argwhere(unseen)) <= 6
+    but = "all is seen after several layers, but some of the 6 tokens just before a token may stay unseen."
+    assert found[3].why.endswith(beyond + but)
+    far = choose_pattern(2**33, 9, budget=1e-5).shown[0]
+    assert far.why.endswith(beyond + "it takes several layers to see far tokens.")
     dense = [choose_pattern(9, 1, budget=1.0, is_causal=is_causal).shown[0].why for is_causal in (False, True)]
     assert dense == [f"Dense attention: every token reads {what}." for what in ("all tokens", "itself and all tokens before it")]
 
