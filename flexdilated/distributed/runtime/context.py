@@ -62,7 +62,7 @@ class RankContext(NamedTuple):
 
     def fields(self, plan: ContextPlan, inputs: Inputs, op_options: OpOptions, **functions: bool) -> Fields:
         """The fields that ranks compare. `functions`: whether there are functions; their code cannot be compared."""
-        q, kept = inputs.q, digest_of(inputs.q.device) if inputs.q.is_cuda else None
+        q, kept = inputs.q, digest_of(inputs.q.device)
         no_functions = {"score_mod": False, "mask_mod": False, "score_mod_requires_grad": False, "flex": False}
         options = {
             "dtype": str(q.dtype),
