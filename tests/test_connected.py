@@ -283,12 +283,12 @@ def test_a_pattern_that_meets_heads_warns_once_of_what_is_lost(name: str) -> Non
         (SPLIT, [split + without + "1:", split + "is not connected: .* 0 to 3 "]),
         (
             SPARSE,
-            [r"^pattern with segments \(16,\) at rates \(8,\) has no head for token 2, the first of its kind: its output is 0, "],
+            [r"^pattern with segments \(16,\) at rates \(8,\) has no key/value head for some tokens, the first is token 2: "],
         ),
         (DilatedPattern.causal(32, 4, window=8), []),  # of rate 2
         (
             DilatedPattern.causal(32, num_kv_heads=8, window=8),  # query heads by mistake
-            [r"^pattern with segments \(32,\) at rates \(4,\) and a window of 8 " + without + "0:"],
+            [r"^pattern with segments \(32,\) at rates \(4,\) and a window of 8 and 4 global tokens " + without + "0:"],
         ),
     ):
         if pattern.window is not None and name == "LongNet":  # takes no window
@@ -327,8 +327,9 @@ def test_residues_without_a_key_value_head_warn_once(
 
 
 BEYOND = (
-    r"^pattern with segments \(16,\) at rates \(2,\) and a window of 4 has no segment longer than 16 tokens: tokens from position "
-    r"16 on see only keys of their own segment and window; make the longest segment at least as long as the sequence, as "
+    r"^pattern with segments \(16,\) at rates \(2,\) and a window of 4 and 4 global tokens has no segment longer than 16 "
+    r"tokens: tokens from position 16 on see only their own segment and a window of 4 and 4 global tokens; make the longest "
+    r"segment at least as long as the sequence, as "
     r"DilatedPattern\.causal\(seq_len, 4\) does$"
 )
 

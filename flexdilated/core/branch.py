@@ -1,9 +1,8 @@
 """The kinds of branches of a pattern, and the rule of each: what a head keeps, which pairs join, how many, and how far apart.
 
-The class of a branch is its kind: `Segments`, `Window` or `GlobalTokens`. `Near` holds the pairs of window and global tokens, which
-count once, and `Kept` is a branch of segments as one head keeps it. Code that computes something from branches calls
-`DilatedPattern.split`, and passes its own name for the error message. A branch of another kind raises; it is never left out of a
-result.
+The class of a branch is its kind: `Segments`, `Window` or `GlobalTokens`. `Near` is the window and the global tokens, whose pairs
+count once. `Kept` is a branch of segments as one head keeps it. Code that computes something from branches calls
+`DilatedPattern.split`, with its own name for the error message. A branch of an unknown kind raises an error.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class Window(NamedTuple):
 
 
 class GlobalTokens(NamedTuple):
-    """The first tokens of a document: every query sees them, and, without causality, they see every key."""
+    """The first tokens of a document: every query sees them. In calls that are not causal, they see every key."""
 
     count: int  # type: ignore[assignment]  # tuple has a method of this name
 
 
 class Near(NamedTuple):
-    """The pairs that count once: those of the window and of the global tokens. Branches of segments leave them out."""
+    """The pairs of the window and of the global tokens. Each counts once, so branches of segments leave these pairs out."""
 
     window: int = 0  # size of the window; 0: none
     global_tokens: int = 0
@@ -45,23 +44,23 @@ class Near(NamedTuple):
         return self.window > 0 or self.global_tokens > 0
 
     def joins(self, query: Any, key: Any) -> Any:
-        """Whether a pair counts here, without causality. Positions are those in a document: numbers, arrays or tensors."""
+        """Whether a pair is near; causality is ignored. Positions are those in the document: numbers, arrays or tensors."""
         joined = (query - key < self.window) & (key - query < self.window)
         return joined | (query < self.global_tokens) | (key < self.global_tokens) if self.global_tokens else joined
 
     def keys(self, query: int, num_tokens: int, *, is_causal: bool) -> tuple[range, range]:
-        """The keys that a query sees here: the global tokens, or all keys of a global query, and then those of the window."""
+        """The near keys of a query: global tokens (for a global query, all keys), then the other keys of the window."""
         first, end = self.global_tokens, query + 1 if is_causal else num_tokens
         if query < first:
             return range(end), range(0)
         return range(first), range(max(first, query + 1 - self.window), min(query + self.window, end))
 
     def far_rows(self, rate: int) -> int:
-        """The least distance, in rows of every `rate`-th token, of two rows that are no pair of the window."""
+        """The smallest distance at which two rows are outside the window, counted in rows of every `rate`-th token."""
         return (self.window - 1) // rate + 1 if self.window else 0
 
     def count_pairs(self, num_tokens: int, *, is_causal: bool) -> int:
-        """The number of pairs in a document."""
+        """The number of near pairs in a document."""
         first = min(self.global_tokens, num_tokens)
         rest = num_tokens - first
         before = causal_window_pairs(min(self.window, rest), rest)
@@ -104,9 +103,9 @@ class Kept(NamedTuple):
         return num_kept(tokens, self.rate, self.offset)
 
     def count_pairs(self, num_tokens: int, *, is_causal: bool, near: Near = NONE) -> int:
-        """The number of joined pairs in a document, without those of `near`."""
+        """The number of joined pairs in a document that are not near."""
         total, first = 0, min(ceil_div(near.global_tokens, self.length), ceil_div(num_tokens, self.length))
-        for segment in range(first):  # those that hold global tokens
+        for segment in range(first):  # segments with global tokens
             tokens = min(self.length, num_tokens - segment * self.length)
             total += self._far_pairs(tokens, near.global_tokens - segment * self.length, near, is_causal=is_causal)
         for tokens, times in segment_counts(num_tokens - min(first * self.length, num_tokens), self.length):
@@ -114,7 +113,7 @@ class Kept(NamedTuple):
         return total
 
     def _far_pairs(self, tokens: int, skipped: int, near: Near, *, is_causal: bool) -> int:
-        """The pairs of one segment whose first `skipped` tokens are global."""
+        """The number of far pairs of one segment whose first `skipped` tokens are global."""
         rows, apart = self.rows(tokens) - self.rows(min(skipped, tokens)), near.far_rows(self.rate)
         far = max(0, rows - apart)
         return far * (far + 1) // 2 if is_causal else rows * rows if apart == 0 else far * (far + 1)
@@ -135,7 +134,7 @@ class HeadRun(NamedTuple):
 
 
 def split_kinds(branches: Iterable[object], consumer: str) -> tuple[tuple[Segments, ...], Near]:
-    """Split branches into those of segments and the pairs that count once, for code that knows both.
+    """The branches of segments, and the near pairs.
 
     Raises:
         NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.

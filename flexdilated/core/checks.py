@@ -31,7 +31,7 @@ LAYOUT = "; the layout is (B, N, H, D): transpose dims 1 and 2 of tensors made f
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
-    """The tensors in the dtype that autocast gives them, and the call complete, without its sinks, which `attend` counts later.
+    """The tensors in the dtype of autocast, and the call with all fields set but `sinks`, which `attend` adds later.
 
     Raises:
         ValueError: If a shape, length, probability or name is wrong, or the pattern has more groups of heads than k has heads.
@@ -72,10 +72,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
 
 
 def check_exchange(exchange: str, mesh: object) -> None:
-    """Raise for an exchange that is unknown, or named without a mesh.
+    """Check the exchange.
 
     Raises:
-        ValueError: In both cases.
+        ValueError: If the exchange is unknown, or named without a mesh.
     """
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
@@ -167,7 +167,7 @@ def why_not_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) 
 
 
 def check_losses(pattern: DilatedPattern, num_tokens: int | None, num_heads: int, is_causal: bool) -> None:
-    """Warn once of tokens and residues without a key/value head, and of what a causal model loses. Compiled code does not warn.
+    """Warn once about tokens or residues without a key/value head, and about lost causal information. Compiled code does not warn.
 
     Patterns with zero keys do not warn: published weights need them. `num_tokens` None: the longest segment.
 
@@ -185,12 +185,13 @@ def warn_of_losses(pattern: DilatedPattern, num_tokens: int | None, num_heads: i
     """`check_losses` without a check of the number of heads. `num_tokens` None: packed documents, whose lengths are not known."""
     if pattern.zero_padding:
         return
-    window = "" if pattern.window is None else f" and a window of {pattern.window}"
-    name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}{window}"
+    near = "" if pattern.window is None else f" and a window of {pattern.window}"
+    near += f" and {pattern.global_tokens} global tokens" if pattern.global_tokens else ""
+    name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}{near}"
     if num_tokens is not None and (token := pattern.first_token_without_head(num_tokens, num_heads)) is not None:
         cure = f", or a rate that divides the {num_heads} key/value heads" if pattern.heads == "all" else ""
         _warn(
-            f"{name} has no head for token {token}, the first of its kind: its output is 0, and no query reads it; "
+            f"{name} has no key/value head for some tokens, the first is token {token}: their output is 0, no query reads them; "
             f"add a branch of rate 1{cure}"
         )
         return
@@ -208,8 +209,8 @@ def warn_of_losses(pattern: DilatedPattern, num_tokens: int | None, num_heads: i
         _warn(f"{name} is {reason}")
     elif num_tokens > (longest := max(pattern.segment_lengths, default=num_tokens)):
         _warn(
-            f"{name} has no segment longer than {longest} tokens: tokens from position {longest} on see only keys of their own "
-            "segment and window; make the longest segment at least as long as the sequence, as "
+            f"{name} has no segment longer than {longest} tokens: tokens from position {longest} on see only their own "
+            f"segment{near}; make the longest segment at least as long as the sequence, as "
             f"DilatedPattern.causal(seq_len, {num_heads}) does"
         )
 

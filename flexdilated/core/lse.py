@@ -15,7 +15,7 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """One attention from partial attentions of the same queries over different keys.
+    """Merge partial attentions of the same queries over different keys into one attention.
 
     >>> q, k, v = torch.randn(3, 1, 64, 4, 8)
     >>> pattern = DilatedPattern((64,), (1,))
@@ -26,8 +26,8 @@ def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Te
     True
 
     `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. A query without keys in all parts has `out = 0` and
-    `lse = -inf`. Differentiable. Source: blockwise softmax as in ring attention (arXiv 2310.01889); NATTEN has a function of this
-    name, whose lse is `(B, N, H)`.
+    `lse = -inf`. A key in several parts counts once per part. Differentiable. NATTEN's function of this name has lse `(B, N, H)`.
+    Source: blockwise softmax as in ring attention (arXiv 2310.01889).
 
     Args:
         outs: Outputs, `(B, N, H, D)` each.
@@ -37,7 +37,7 @@ def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Te
         `out` in the dtype of the first output, and `lse` in that of the first lse.
 
     Raises:
-        ValueError: If there is no part, there are more outputs than lses, or shapes differ.
+        ValueError: If there is no part, the numbers of outputs and lses differ, or shapes differ.
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs must be as many as lses and at least one, got {len(outs)} and {len(lses)}")

@@ -1,4 +1,4 @@
-"""The numbers behind the presets of `DilatedPattern`."""
+"""Sizes of the presets of `DilatedPattern`, and checks of its fields."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from flexdilated.core.branch import ceil_div
 from flexdilated.core.integers import as_integer, at_least_one
 
-# Measured without training on a model that was trained dense: a window below 256 tokens costs much, and 4 first tokens recover most
-# of what sparse attention loses (docs/guides/choosing.md).
+# Measured on a pretrained dense model without further training: a window below 256 tokens increases the loss much, and 4 first
+# tokens recover most of what sparse attention loses (docs/adr/0013-near-pairs.md).
 LEAST_WINDOW, MOST_RATE, FIRST_TOKENS = 256, 8, 4
 
 
@@ -23,7 +23,7 @@ def has_all_residues(rate: int, num_kv_heads: int) -> bool:
 def causal_sizes(
     seq_len: int, num_kv_heads: int, window: int | None, rate: int | None, share: Callable[[int, int], float], budget: float | None
 ) -> tuple[int, int | None]:
-    """`(rate, window)` of `DilatedPattern.causal`; the window is None for dense attention. `share`: of a rate and a window."""
+    """`(rate, window)` of `DilatedPattern.causal`; window None: dense. `share(rate, window)`: the share of dense pairs."""
     if rate is None:
         most = min(seq_len, MOST_RATE, max(num_kv_heads // 2, min(num_kv_heads, 2)))
         rate = next(r for r in range(most, 0, -1) if has_all_residues(r, num_kv_heads))

@@ -1,4 +1,4 @@
-"""Whether backends and forms of kernels are right on this device: out, lse and gradients against the definition."""
+"""Checks of backends and forms of kernels on this device: out, lse and gradients against the definition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flexdilated.core.pattern import DilatedPattern
 # Allowed error, as a multiple of the largest error of plain PyTorch in the same dtype. Tests allow half; here a false alarm would
 # exclude a correct kernel.
 ERRORS = 4.0
-LEAST_ERROR = 16 * torch.finfo(torch.float32).eps  # absolute: in float32 plain PyTorch may err less by chance
+LEAST_ERROR = 16 * torch.finfo(torch.float32).eps  # absolute: in float32 the error of plain PyTorch may be smaller by chance
 LSE_ERROR = 5e-3  # absolute: sums of exact products in float32
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 ENDED = "failed: the process ended"
@@ -145,7 +145,7 @@ def definition(case: Case, dtype: torch.dtype, device: torch.device | str) -> tu
 
 
 def largest_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest absolute error; infinite if shapes differ, or where one is NaN or infinite and the other is not."""
+    """The largest absolute error. Infinite if shapes differ, or if NaN or infinities differ in place or value."""
     actual, finite = actual.to(expected), expected.isfinite()
     if (
         actual.shape != expected.shape
@@ -218,7 +218,7 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
     called after each job, from any thread.
 
     Raises:
-        Exception: If a job cannot compute what it compares a candidate with.
+        Exception: If a job cannot compute the expected results.
     """
     if processes == 0:
         found = []
@@ -262,7 +262,7 @@ def _children_end_with_interrupts() -> Iterator[None]:
 
 
 def examine(job: Job, device: str) -> Verdicts:
-    """The verdicts of one job. What they are compared with is computed outside of `verdict`: its errors are raised."""
+    """The verdicts of one job. Expected results are computed outside of `verdict`, so their errors are raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # checked patterns need not be connected
         return job.examine(job.candidate, job.case, device)

@@ -61,19 +61,18 @@ def dilated_attention_forward(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The library's attention function, under the pattern of `module.config.dilated_pattern`.
+    """The attention function of the transformers library, with the pattern of `module.config.dilated_pattern`.
 
     Training, prefill and encoders run `dilated_attention`. With a `DilatedCache` the queries are scored against the rows that the
-    pattern can still reach. Where another cache holds more keys than there are queries, the queries are
-    scored against all its rows, O(queries * keys), with the pattern's rule as a mask; the result is that of the full forward.
-    The signature, and that options which change no attention are dropped, are the library's; an option that is not known to be
-    such is refused.
+    pattern can still reach. With another cache that has more keys than there are queries, the queries are scored against all its
+    rows, O(queries * keys), with the pattern as a mask. The result equals that of the full forward. The transformers
+    library defines the signature. Known options that do not change attention are ignored; unknown options raise an error.
 
-    Where a call holds a part of the model's heads, their offsets and branches are those of their place in the model: under the
-    library's tensor parallelism it is read from the parameters of `module`, and any other wrapper has to say `first_head`.
+    If a call has a part of the model's heads, offsets and branches follow from the index of each head in the model. Under the
+    library's tensor parallelism this index is read from the parameters of `module`. Other wrappers must pass `first_head`.
 
     Args:
-        module: Whose `config` holds the pattern, and whose `is_causal` counts where the call says nothing.
+        module: Its `config` contains the pattern; its `is_causal` is the default of `is_causal`.
         query: `(B, H, queries, D)`.
         key: `(B, Hkv, keys, D)`.
         value: As key; its head dim may be another.
@@ -95,7 +94,8 @@ def dilated_attention_forward(
         TypeError: If the pattern is not a mapping.
         NotImplementedError: If the call asks for windows, a soft cap with a DilatedCache, biases, weights, a paged cache,
             cross-attention, a mask that is no padding mask, or an option that is not known; if positions alone pack documents
-            beside padding or a cache; if nothing says whether it is causal; or if it holds some heads, and nothing says which.
+            beside padding or a cache; if it is not known whether the call is causal, or which heads of the
+            model it has.
     """
     layer, context = layer_of(key), context_of(module)
     _refuse_options(options, _tokens_seen(key, layer, context, options))
@@ -244,10 +244,10 @@ def _refuse_with_cache(borders: Tensor | None, call: Call) -> None:
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders: Tensor | None, shard: HeadShard | None, call: Call
 ) -> Tensor:
-    """Some queries over all keys of a cache, `(B, queries, H, D)`, by the pattern's rule on their positions.
+    """Attention of some queries over all keys of a cache, `(B, queries, H, D)`, with the pattern on their positions.
 
-    One softmax over the union of the branches: the score plus the log of how often the pair counts. A sink is one more key, of
-    value 0.
+    One softmax over the union of the branches; a pair that counts m times has `log m` added to its score. A sink is one more key,
+    of value 0.
     """
     if borders is not None:
         raise NotImplementedError(
@@ -271,7 +271,7 @@ def _decode(
     bias = torch.zeros(q.shape[0], num_heads, q.shape[1], num_keys, dtype=dtype, device=q.device)
     bias = count(bias, batch, heads, query_positions[:, None, :, None], key_positions[:, None, None])
     ignored = key_positions < 0
-    bias = bias.masked_fill(ignored[:, None, None], -math.inf)  # a window and global tokens join position -1 too
+    bias = bias.masked_fill(ignored[:, None, None], -math.inf)  # because a window and global tokens also join position -1
     # Rows that were never written, or are padding, may hold anything.
     k, v = (x.to(dtype).masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     empty = (bias == -math.inf).all(-1, keepdim=True)

@@ -31,10 +31,10 @@ def dilated_attention_positions(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor | None:
-    """The library's mask function: instead of a mask, the position of each key and query in its document.
+    """The mask function of the transformers library. It returns positions in documents instead of a mask.
 
-    Positions count the real tokens of a row, so that padding changes no segment and no window. The signature, and that options of
-    other mask functions are dropped, are the library's.
+    Positions count the real tokens of a row, so padding does not change segments or windows. The transformers library defines the
+    signature, and passes options of other mask functions, which are ignored.
 
     Args:
         batch_size: B.
@@ -43,18 +43,18 @@ def dilated_attention_positions(
         q_offset: Tokens before the first query.
         kv_offset: Tokens before the first key.
         mask_function: Causal or bidirectional, with or without packed documents.
-        attention_mask: `(B, tokens)`, True or 1 at real tokens; what it does not reach is not real.
-        local_size: Of a sliding window or chunks. Where it is less than all keys seen, the layers that get such a mask refuse it.
+        attention_mask: `(B, tokens)`, True or 1 at real tokens; keys after its end are not real.
+        local_size: Of a sliding window or chunks. If it is less than all keys seen, layers with such a mask raise an error.
         use_vmap: Must be False: the library sets it for mask functions of a model's own.
-        device: Where the answer lives.
+        device: Device of the result.
         **options: For other mask functions.
 
     Returns:
         None where queries and keys are the same real tokens of one document. Otherwise `(B, 1, 1, keys + q_length)` int64: the
         position of every key, then of every query; -1 at keys to ignore. Keys after the last query are left out where none was
         written before. Packed documents have a second row `(B, 1, 2, ...)`: the number of the document. `(B, 1, 0, local_size)`
-        where a window hides keys: models make such masks whether or not a layer reads them. Behind tokens that a `DilatedCache`
-        has seen, of the new tokens alone: `(B, 1, 1, q_length)`, -1 at padding, or `(B, 1, 1, 0)` where there is none.
+        where a window hides keys: models make such masks whether or not a layer reads them. After tokens that a `DilatedCache`
+        has seen, only the new tokens: `(B, 1, 1, q_length)`, -1 at padding, or `(B, 1, 1, 0)` where there is no padding.
 
     Raises:
         ValueError: If the mask has other dims than two, or, without a cache, more or fewer columns than there are tokens.
@@ -155,13 +155,13 @@ def _documents(mask_function: Callable[..., Tensor], batch_size: int, num_tokens
 
 
 def real_first(real: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices `(B, N)` that move the real tokens of a row to its front, in their order, and indices that move them back."""
+    """Indices `(B, N)` that move the real tokens of each row to the front, in order, and indices that move them back."""
     back = torch.where(real, real.cumsum(-1), real.sum(-1, keepdim=True) + (~real).cumsum(-1)) - 1
     return torch.empty_like(back).scatter(1, back, torch.arange(real.shape[1], device=real.device).expand_as(back)), back
 
 
 def moved(x: Tensor, index: Tensor) -> Tensor:
-    """`x` `(B, N, ...)` with token `index[b, i]` of row b at place i."""
+    """`x` `(B, N, ...)`, reordered: token i of row b of the result is token `index[b, i]` of row b."""
     # `take_along_dim` would make a graph for every N.
     return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(x.shape))
 
@@ -172,13 +172,13 @@ def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int, *,
     It looks for documents in causal models that have neither a mask nor a cache.
 
     Args:
-        position_ids: `(B or 1, num_tokens)`, read once for all layers. Others, of several axes say, tell of no documents.
+        position_ids: `(B or 1, num_tokens)`, read once for all layers. Other shapes (several axes) are not checked.
         mask: None, or `(B, 1, 1, ...)`, of which the first `num_tokens` are -1 at padding, where positions may be any.
         num_tokens: N.
         is_causal: Whether queries see only keys at their own position and before.
 
     Raises:
-        NotImplementedError: If a real token stands elsewhere than one behind the real token before it.
+        NotImplementedError: If the positions of two neighbouring real tokens do not differ by 1.
     """
     if not _are_read(position_ids, num_tokens):
         return

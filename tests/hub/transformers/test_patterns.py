@@ -237,13 +237,17 @@ def test_a_model_type_that_was_not_compared_warns() -> None:
 @pytest.mark.parametrize(
     ("pattern", "architectures", "text"),
     [
-        (DilatedPattern((24,), (8,)), None, r"^pattern with segments \(24,\) at rates \(8,\) has no head for token 4, .* 4 key/"),
+        (
+            DilatedPattern((24,), (8,)),
+            None,
+            r"^pattern with segments \(24,\) at rates \(8,\) has no key/value head for .* token 4: .* 4 key/",
+        ),
         (DilatedPattern((4, 24), (1, 4)), ["LlamaForCausalLM"], r"^pattern with segments \(4, 24\) .* not connected: .* 0 to 3 "),
         (DilatedPattern((4, 24), (1, 4)), ["LlamaModel"], None),  # causal or not: the first call knows
         (
             DilatedPattern.causal(64, num_kv_heads=16, window=16),
             None,
-            r"^pattern .* window of 16 has no key/value head for 4 of the 8 residues ",
+            r"^pattern .* window of 16 and 4 global tokens has no key/value head for 4 of the 8 residues ",
         ),
     ],
 )
