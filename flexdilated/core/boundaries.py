@@ -24,15 +24,15 @@ def first_near_ends(start: int, step: int, branches: Sequence[tuple[int, int]], 
     return limit
 
 
-def is_crossed(boundary: int, branches: Sequence[tuple[int, int, range]], distance: int, num_tokens: int) -> bool:
+def is_crossed(boundary: int, branches: Sequence[tuple[int, int, range]], distance: int, num_tokens: int, global_tokens: int) -> bool:
     """Whether tokens from `boundary` on receive from all tokens that are `distance` or more before them.
 
-    Each branch is `(length, rate, kept offsets)`. A look at the tokens near the boundary, one by one.
+    All receive from the global tokens. Each branch is `(length, rate, kept offsets)`. A look at the tokens near the boundary, one by one.
     """
     first = max(boundary - 3 * distance, 0)  # short runs: what crosses one boundary must cross the next as well
     received: list[int] = []  # a bit for each earlier token
     for q in range(first, min(boundary + 3 * distance, num_tokens)):
-        bits = 1 << q - first
+        bits = 1 << q - first | (1 << max(min(global_tokens, q) - first, 0)) - 1
         for length, rate, offsets in branches:
             if q - first >= rate <= q % length and q % length % rate in offsets:
                 bits |= received[q - first - rate]

@@ -391,12 +391,12 @@ class DilatedPattern:
         if any(length >= num_tokens for length, _ in far):
             return None
         counting = sorted(far, reverse=True)  # long segments leave the fewest candidates
-        distance, boundary = 2 * max((rate for _, rate in far), default=1) - 1, 0
+        distance, boundary = 2 * max((rate for _, rate in far), default=1) - 1, min(near.global_tokens, num_tokens)
         for _ in range(MOST_LOOKS):  # at what the branches that count do not cross
             boundary = min(first_near_ends(0, block, counting, sign, boundary, num_tokens) for sign in (1, -1))
             if boundary == num_tokens:
                 return None
-            if distance > MOST_LOOKS or not is_crossed(boundary, branches, distance, num_tokens):
+            if distance > MOST_LOOKS or not is_crossed(boundary, branches, distance, num_tokens, near.global_tokens):
                 break
         return boundary
 

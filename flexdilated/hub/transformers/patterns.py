@@ -53,7 +53,7 @@ def set_pattern(
 
     Warns:
         UserWarning: If this model type was not compared with dense attention. Or as `flexdilated.MultiheadDilatedAttention`, of the
-            config's key/value heads; a config is causal where its `architectures` say so, others warn in the first call.
+            config's key/value heads; causal where the model's class or the config's `architectures` say so; others warn in the first call.
     """
     given = type(config).__name__
     if isinstance(config, nn.Module):
@@ -67,7 +67,8 @@ def set_pattern(
     if getattr(config, "self_attn", None) is False:  # PatchTSMixer: attention is optional
         raise NotImplementedError(f"config.self_attn must be True with {NAME!r} attention, got False: there is no attention")
     check_type(config)
-    heads, is_causal = count_kv_heads(config), any("CausalLM" in name for name in getattr(config, "architectures", None) or ())
+    names = (given, *(getattr(config, "architectures", None) or ()))  # a model that was not loaded has no architectures
+    heads, is_causal = count_kv_heads(config), any("CausalLM" in name for name in names)
     if not isinstance(pattern, DilatedPattern):
         pattern = _chosen(config, heads, tokens, 0.1 if budget is None else budget, is_causal=is_causal)
     elif tokens is not None or budget is not None:
