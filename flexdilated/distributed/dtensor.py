@@ -92,7 +92,7 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
         mask = mask.redistribute(q.device_mesh, placements).to_local()
     if isinstance(borders, DTensor):
         borders = borders.full_tensor()
-    first_head, num_heads = _heads(q, k, layout)
+    first_head, num_kv_heads = _heads(q, k, layout)
     group, sinks = q.shape[HEADS] // k.shape[HEADS], call.sinks
     if sinks is not None:
         check_sinks(sinks, q)
@@ -107,7 +107,7 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
         cu_seqlens=borders,
         sinks=sinks,
         first_head=first_head,
-        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         first_sequence=first_sequence,
     )
 

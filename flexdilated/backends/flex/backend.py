@@ -142,4 +142,4 @@ def _packed(
 def _pieces(length: int, k: Tensor, call: Call) -> tuple[Piece, ...]:
     """The pieces of a document of `length` tokens, for the key/value heads held here."""
     kv_heads = k.shape[2]
-    return plan_pieces(call.pattern, ((0, length),), call.num_heads or kv_heads, call.is_causal, call.part_of_heads(kv_heads))
+    return plan_pieces(call.pattern, ((0, length),), call.num_kv_heads or kv_heads, call.is_causal, call.part_of_heads(kv_heads))

@@ -93,7 +93,7 @@ class CutSegments:
 
     pattern: DilatedPattern
     shard_lengths: tuple[int, ...]  # contiguous in the order of ranks; some may be 0
-    num_heads: int  # key/value heads of the whole model
+    num_kv_heads: int  # key/value heads of the whole model
     within: range  # the key/value heads that these ranks hold
     group: int  # query heads per key/value head
     documents: tuple[tuple[int, int], ...]  # (first token, number of tokens) of each packed one
@@ -256,7 +256,7 @@ class CutSegments:
         """Per branch, the heads of these ranks and their offsets."""
         branches = []
         for branch, rate in enumerate(self.rates.tolist()):
-            runs = self.pattern.head_runs(branch, self.num_heads, self.within)
+            runs = self.pattern.head_runs(branch, self.num_kv_heads, self.within)
             heads = sorted((run.start + j * run.step, run.offset) for run in runs for j in range(run.heads))
             branches.append(BranchHeads(rate, tuple(heads)))
         return tuple(branches)

@@ -149,7 +149,7 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
             if left or isinstance(plan.pattern.branches[branch], Window):
                 groups.append((replace(plan.pattern, global_tokens=left), documents[:1]))
         for pattern, those in groups:
-            pieces += document_pieces(pattern, branch, those, plan.num_heads, plan.is_causal, within=plan.within, covers=covers)
+            pieces += document_pieces(pattern, branch, those, plan.num_kv_heads, plan.is_causal, within=plan.within, covers=covers)
     return tuple(pieces)
 
 
