@@ -193,9 +193,8 @@ class DilatedPattern:
         [8]
         """
         optional = {"window": None, "global_tokens": 0}  # files of versions without them stay readable, and those of this one there
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values = {name: value for name, value in values.items() if name not in optional or value != optional[name]}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values if n not in optional or v != optional[n]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DilatedPattern:
@@ -213,7 +212,8 @@ class DilatedPattern:
         names = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - names, key=str):
             raise ValueError(f"pattern keys must be among {sorted(names)}, got {unknown}")
-        if (missing := sorted({"segment_lengths", "dilation_rates"} - set(values))) and values.get("window") is None and not values.get("global_tokens"):
+        missing = sorted({"segment_lengths", "dilation_rates"} - set(values))
+        if missing and values.get("window") is None and not values.get("global_tokens"):
             raise ValueError(f"pattern keys must include segment_lengths and dilation_rates, {missing} missing")
         return cls(**values)
 
