@@ -15,9 +15,9 @@ from torch import Tensor
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.tuning import checks
 from flexdilated.tuning.checks import Case, Job, Runnable, definition_jobs, examined
-from flexdilated.tuning.run import Plan
+from flexdilated.tuning.run import TuningPlan
 
-PLAN = Plan((), ())
+PLAN = TuningPlan((), ())
 RIGHT = {"forward": "right", "backward": "right"}
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

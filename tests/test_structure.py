@@ -186,3 +186,14 @@ def test_num_heads_never_means_key_value_heads() -> None:
     named = [file for file in FILES if re.search(r"\bnum_heads\b", (ROOT / file).read_text())]
     assert not [file for file in named if not file.startswith(QUERY_HEADS)]
     assert not [place for place in QUERY_HEADS if not any(file.startswith(place) for file in named)]
+
+
+def test_central_names_have_one_meaning() -> None:
+    central = {"Plan", "Layout", "Rows", "Candidate", "Segments", "Call", "Case", "Kept", "Job"}
+    made = [
+        name.lstrip("_")
+        for file in FILES
+        for node in ast.walk(tree(file))
+        for name in ([node.name] if isinstance(node, ast.ClassDef) else [ast.unparse(x) for x in getattr(node, "targets", ())])
+    ]
+    assert not [name for name in sorted(central) if made.count(name) > 1]

@@ -66,7 +66,7 @@ FEWER_RUNS, SHORT_RUN = 2, 512
 _Sizes = tuple[int, int, int]  # of `_segment_sizes`
 
 
-class _Rows(NamedTuple):
+class _EqualSegments(NamedTuple):
     """Segments of one branch and offset that have the same shape."""
 
     first: int
@@ -221,7 +221,7 @@ def segment_pieces(
     length, rate = all_segments[branch]
     length = min(length, num_tokens)
     sizes = list(_segment_sizes(length, num_tokens, segments, near.global_tokens))
-    runs_by_shape: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
+    runs_by_shape: dict[tuple[_EqualSegments, int, int], list[HeadRun]] = {}
     for run in runs:
         for rows in _segment_rows(pattern, run.offset, length, rate, is_causal, sizes):
             runs_by_shape.setdefault((rows, run.heads, run.step), []).append(run)
@@ -369,14 +369,14 @@ def _segment_sizes(length: int, num_tokens: int, segments: range | None, global_
 
 def _segment_rows(
     pattern: DilatedPattern, offset: int, length: int, rate: int, is_causal: bool, sizes: list[_Sizes]
-) -> Iterator[_Rows]:
+) -> Iterator[_EqualSegments]:
     """The rows that one offset keeps of segments of some sizes, after those of the global tokens."""
     padded, kept = ceil_div(length, rate), Kept(length, rate, offset)  # rows of any offset in a segment padded to whole rates
     for first, count, size in sizes:
         skipped = kept.rows(min(max(pattern.global_tokens - first * length, 0), size))
         rows = kept.rows(size) - skipped
         if rows:
-            yield _Rows(first, count, skipped, rows, padded - rows if pattern.zero_padding and not is_causal else 0)
+            yield _EqualSegments(first, count, skipped, rows, padded - rows if pattern.zero_padding and not is_causal else 0)
 
 
 def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:

@@ -15,7 +15,7 @@ from flexdilated.core.pattern import MAX_LENGTH, DilatedPattern
 from flexdilated.core.tracing import reads_freely
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What one new token per sequence sees once it is stored, and where it is stored."""
 
     places: Tensor  # (B, heads, branches, D): the row of the token; where a branch does not keep it, its row in another branch
@@ -165,7 +165,7 @@ class Layout:
         """The row of tokens in their segments, over all ranks."""
         return positions[..., None] % self.lengths_of_segments // self.rates
 
-    def _plan(self, positions: Tensor, is_new: Tensor | None) -> Plan:
+    def _plan(self, positions: Tensor, is_new: Tensor | None) -> StepPlan:
         keeps = self.keeps(positions[:, None])
         unreached = ~keeps.any(-1, keepdim=True)
         seen = torch.cat(self.stored_seen(positions[:, None], positions + 1, keeps), dim=-1)  # the token itself is stored
@@ -177,14 +177,14 @@ class Layout:
             stores = stores & (self._row(positions) % self.num_ranks == self.rank)[:, None]
         places = torch.where(stores, self.index(positions)[:, None], -1)
         places = torch.where(stores, places, places.amax(-1, keepdim=True).clamp(min=0))
-        return Plan(
+        return StepPlan(
             places[..., None].expand(-1, -1, -1, self.head_dim),
             ~stores.any(-1)[..., None, None],
             torch.where(seen, self.bias_seen, self.bias_hidden),
             unreached,
         )
 
-    def next_plan(self, lengths: Tensor, added: Tensor) -> Plan:
+    def next_plan(self, lengths: Tensor, added: Tensor) -> StepPlan:
         """The plan of one token per sequence after `lengths` `(B,)` others, stored where `added` `(B,)` is above 0.
 
         On a CPU, layers of equal layout share it. Plans repeat after a whole period behind the global tokens: no window and no
@@ -225,13 +225,13 @@ def layouts_of(
     return [Layout(pattern, run, heads, total_kv_heads, max_length, like=like, rank=rank, num_ranks=num_ranks) for run in run_here]
 
 
-def _size_of(plan: Plan, layout: Layout, positions: tuple[int, ...], is_new: object) -> int:
+def _size_of(plan: StepPlan, layout: Layout, positions: tuple[int, ...], is_new: object) -> int:
     return sum(x.untyped_storage().nbytes() for x in plan if x is not None) + 48 * len(positions)
 
 
 @recent(_size_of, room=1 << 24)
 @in_no_mode
-def _plan_of(layout: Layout, positions: tuple[int, ...], is_new: tuple[bool, ...] | None) -> Plan:
+def _plan_of(layout: Layout, positions: tuple[int, ...], is_new: tuple[bool, ...] | None) -> StepPlan:
     device = layout.offsets.device  # not the default device
     new = None if is_new is None else torch.tensor(is_new, device=device)
     plan = layout._plan(torch.tensor(positions, device=device), new)

@@ -26,7 +26,7 @@ SCALE = ("#74c9bd", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58")
 
 MAX_HEADS = 64  # that can be seen in a picture
 CELLS = 1024  # per side of a picture
-Rows = tuple[Any, Any]  # the first, and the one after the last; arrays that broadcast
+Ends = tuple[Any, Any]  # the first, and the one after the last; arrays that broadcast
 # Where a cell is many pairs, its colour is by joins per pair.
 SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1)
 SHARE_NAMES = ("up to 1/256", "up to 1/64", "up to 1/16", "up to 1/4", "up to 1", "more than 1")
@@ -82,13 +82,13 @@ class _Far(NamedTuple):
     near: Near
     is_causal: bool
 
-    def rows(self, segment: Any, begin: Any, end: Any) -> Rows:
+    def rows(self, segment: Any, begin: Any, end: Any) -> Ends:
         """The first row among tokens `begin ... end` of a segment that is no global token, and the row after the last."""
         tokens = (np.minimum(each - segment * self.length, self.length) for each in (self.near.global_tokens, begin, end))
         skipped, low, high = (np.maximum(0, -((self.offset - each) // self.rate)) for each in tokens)
         return np.maximum(low, skipped), np.maximum(np.maximum(low, skipped), high)
 
-    def pairs(self, queries: Rows, keys: Rows) -> NDArray[np.float64]:
+    def pairs(self, queries: Ends, keys: Ends) -> NDArray[np.float64]:
         """The pairs of rows of one segment that are far enough from each other."""
         apart = self.near.far_rows(self.rate)
         before = _up_to(-apart, queries, keys)
@@ -96,7 +96,7 @@ class _Far(NamedTuple):
             return before
         return before + _up_to(1 << 40, queries, keys) - _up_to(max(apart, 1) - 1, queries, keys)
 
-    def square(self, rows: Rows) -> NDArray[np.float64]:
+    def square(self, rows: Ends) -> NDArray[np.float64]:
         return self.pairs(rows, rows)
 
     def whole(self, segment: int) -> NDArray[np.float64]:
@@ -118,7 +118,7 @@ def _in_near(near: Near, num_tokens: int, size: int, *, is_causal: bool) -> NDAr
     return found + within(first, *Window(near.window).band(is_causal=is_causal)) if near.window else found
 
 
-def _up_to(distance: int, queries: Rows, keys: Rows) -> NDArray[np.float64]:
+def _up_to(distance: int, queries: Ends, keys: Ends) -> NDArray[np.float64]:
     """How many pairs of a rectangle have `key - query <= distance`: `least + i` keys for its i-th query."""
     rows, columns = (np.asarray(end - begin, dtype=np.float64) for begin, end in (queries, keys))
     least = np.clip(distance + 1.0 + queries[0] - keys[0], -rows, columns)

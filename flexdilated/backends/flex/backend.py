@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.autograd.combine import mix
-from flexdilated.backends.flex.cost import Layout, Shape, choose_layout
+from flexdilated.backends.flex.cost import Packing, Shape, choose_layout
 from flexdilated.backends.flex.rows import attend_piece, run_kernel
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import refuse_zero_keys
@@ -47,7 +47,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Te
     return torch.cat(outs, dim=1), torch.cat([lse for lse in lses if lse is not None], dim=2) if call.return_lse else None
 
 
-def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
+def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Packing:
     """The layout for a document of `length` tokens."""
     pattern = call.pattern
     zero_keys = any(piece.zero_keys for piece in _pieces(length, k, call))

@@ -12,7 +12,7 @@ from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.branch import Window
 from flexdilated.core.pieces import UNBOUNDED, Piece, branch_order, document_pieces, everything_kept
 from flexdilated.distributed.planner.plan import ContextPlan
-from flexdilated.distributed.planner.segments import Integers, Segments, kept_below, segments_between
+from flexdilated.distributed.planner.segments import Integers, SpanningSegments, kept_below, segments_between
 
 NOBODY: Integers = np.empty(0, np.int64)
 
@@ -65,7 +65,7 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
 
 
 def _tasks_of_part(
-    plan: ContextPlan, segment: Segments, offsets: Integers, slots: Sequence[int], *, is_before: bool
+    plan: ContextPlan, segment: SpanningSegments, offsets: Integers, slots: Sequence[int], *, is_before: bool
 ) -> Iterator[Task | None]:
     """Per offset, the task (without its lanes) of a part of a segment; None if no query is kept.
 
