@@ -129,7 +129,7 @@ def assert_rows_match_definition(
 
 
 def visible_keys(
-    pattern: DilatedPattern, borders: Sequence[int], token: int, head: int, is_causal: bool, num_heads: int
+    pattern: DilatedPattern, borders: Sequence[int], token: int, head: int, is_causal: bool, num_kv_heads: int
 ) -> list[int]:
     """The keys of one query, a key as often as its pair counts."""
     document = bisect_right(borders, token) - 1
@@ -140,8 +140,8 @@ def visible_keys(
     others = range(position + 1 if is_causal else end - start)
     keys += [start + p for p in others if near.joins(position, p)]
     for i, (length, rate) in enumerate(segments):
-        offset = pattern.offset(i, head, num_heads)
-        if head not in pattern.head_range(i, num_heads) or position % length % rate != offset:
+        offset = pattern.offset(i, head, num_kv_heads)
+        if head not in pattern.head_range(i, num_kv_heads) or position % length % rate != offset:
             continue
         first = position // length * length
         last = position + 1 if is_causal else min(first + length, end - start)

@@ -73,9 +73,9 @@ SCALING_TOKENS = {"longnet": (8192, 1024), "gigapath": (32768, 2048)}
 on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="read from Linux's /proc")
 
 
-def plan_of(pattern: DilatedPattern, shard_lengths: tuple[int, ...], num_heads: int) -> ContextPlan:
+def plan_of(pattern: DilatedPattern, shard_lengths: tuple[int, ...], num_kv_heads: int) -> ContextPlan:
     """One document, all heads, not causal."""
-    return context_plan(pattern, shard_lengths, num_heads, range(num_heads), 1, ((0, sum(shard_lengths)),), False)
+    return context_plan(pattern, shard_lengths, num_kv_heads, range(num_kv_heads), 1, ((0, sum(shard_lengths)),), False)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def rows_of_definition(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
         for marks in (needs_keys, needs_queries, sends):
             marks[:] = False
         for branch, (w, r) in enumerate(plan.pattern.branches):
-            offset = plan.pattern.offset(branch, head, plan.num_heads)
+            offset = plan.pattern.offset(branch, head, plan.num_kv_heads)
             cut = [s for s in range(0, plan.num_tokens, w) if s // length != (min(s + w, plan.num_tokens) - 1) // length]
             parts = executors(plan, branch, head) if exchange == "heads" else [[] for _ in cut]
             assert len(parts) == len(cut)
@@ -207,11 +207,11 @@ def rows_of_definition(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
     ],
 )
 def test_rows_received(benchmark: Any, record: Callable[..., None], name: str, num_ranks: int, exchange: str, target: int) -> None:
-    num_heads, length = 16, MILLION // num_ranks
+    num_kv_heads, length = 16, MILLION // num_ranks
 
     def count() -> tuple[ContextPlan, NDArray[np.float64]]:
         context_plan.cache_clear()
-        plan = plan_of(PATTERNS[name], (length,) * num_ranks, num_heads)
+        plan = plan_of(PATTERNS[name], (length,) * num_ranks, num_kv_heads)
         return plan, received_rows(plan, exchange)
 
     plan, rows = benchmark.pedantic(count, rounds=1)
@@ -221,7 +221,7 @@ def test_rows_received(benchmark: Any, record: Callable[..., None], name: str, n
     if target == 0:  # nothing over nothing is no ratio
         share = (length + rows.max()) / length
         ratio = Ratio(f"context/rows held per head over its own/{where}", share, 1.0, "lower")
-    record(ratio, shape=(1, MILLION, num_heads, 0), dtype=torch.int64, ranks=num_ranks, rows=rows.max())
+    record(ratio, shape=(1, MILLION, num_kv_heads, 0), dtype=torch.int64, ranks=num_ranks, rows=rows.max())
 
 
 def drawn_pattern(number: int, least: int = 1, most: int = 64, branches: int = 24) -> DilatedPattern:

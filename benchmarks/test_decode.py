@@ -26,10 +26,10 @@ FULL_TARGET = 0.4
 SMALL = (2, 16)  # heads and head dim of a million tokens: their keys and values must be made, too
 
 
-def prefilled(num_tokens: int, num_heads: int, head_dim: int) -> tuple[DilatedKVCache, Tensor, Tensor]:
+def prefilled(num_tokens: int, num_kv_heads: int, head_dim: int) -> tuple[DilatedKVCache, Tensor, Tensor]:
     """A cache that has seen `num_tokens` random tokens, and their keys and values `(1, N, H, D)`."""
-    cache = DilatedKVCache(PATTERN, batch_size=1, num_kv_heads=num_heads, head_dim=head_dim)
-    q, k, v = (torch.randn(1, num_tokens, num_heads, head_dim) for _ in range(3))
+    cache = DilatedKVCache(PATTERN, batch_size=1, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    q, k, v = (torch.randn(1, num_tokens, num_kv_heads, head_dim) for _ in range(3))
     with torch.no_grad():
         cache.attend(q, k, v)
     return cache, k, v
@@ -43,10 +43,10 @@ def decode(cache: DilatedKVCache, tokens: Tensor) -> Tensor:
 
 def expected_row(q: Tensor, k: Tensor, v: Tensor, position: int, head: int) -> Tensor:
     """One output of one head, `(D,)` float64: a softmax over the keys that the branches gather, each as often as they do."""
-    num_heads, head_dim = k.shape[2:]
+    num_kv_heads, head_dim = k.shape[2:]
     keys: list[int] = []
     for i, (w, r) in enumerate(PATTERN.branches):
-        offset = PATTERN.offset(i, head, num_heads)
+        offset = PATTERN.offset(i, head, num_kv_heads)
         if position % w % r == offset:
             keys.extend(range(position // w * w + offset, position + 1, r))
     if not keys:

@@ -108,7 +108,7 @@ def test_host_time_of_a_call(benchmark: Any, monkeypatch: pytest.MonkeyPatch, ba
     shape = (1, NUM_TOKENS, NUM_HEADS, HEAD_DIM)
     q, k, v, dout = (torch.empty(shape, dtype=torch.float16) for _ in range(4))
     leaves = [x.requires_grad_(trains) for x in (q, k, v)]
-    op_options = Call(PATTERN, scale=0.125, backend=backend, num_heads=NUM_HEADS).op_options()
+    op_options = Call(PATTERN, scale=0.125, backend=backend, num_kv_heads=NUM_HEADS).op_options()
 
     def run(attend: Callable[..., Tensor]) -> Callable[[], object]:
         def call() -> object:

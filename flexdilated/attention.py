@@ -245,7 +245,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         result, num_tokens = dispatch.attend_whole(*check(q, k, v, call)), q.shape[1]
     if not torch.compiler.is_compiling() and type(num_tokens) is int:
         longest = num_tokens if call.cu_seqlens is None else None  # to read the lengths of documents waits for the device
-        warn_of_losses(call.pattern, longest, call.num_heads or k.shape[2], call.is_causal)
+        warn_of_losses(call.pattern, longest, call.num_kv_heads or k.shape[2], call.is_causal)
     if sinks is None:
         return result
     out, lse = result

@@ -143,7 +143,7 @@ def _branch(
 
 
 def joined_rows(
-    pattern: DilatedPattern, branch: int, num_tokens: int, kv_heads: int, *, is_causal: bool
+    pattern: DilatedPattern, branch: int, num_tokens: int, num_kv_heads: int, *, is_causal: bool
 ) -> tuple[list[int], Tensor]:
     """The token at each row of a branch, -1 for a row of zeros, and which query rows see which key rows, `(Hkv, rows, rows)`."""
     segments, near = pattern.split("the definition")
@@ -152,12 +152,12 @@ def joined_rows(
     query, key = p[:, None], p[None, :]
     is_global = (query < near.global_tokens) | (key < near.global_tokens)
     is_in_window = ((query - key).abs() < near.window) & ~is_global
-    joined = torch.zeros(kv_heads, len(source), len(source), dtype=torch.bool, device="cpu")
-    for head in pattern.head_range(branch, kv_heads):
+    joined = torch.zeros(num_kv_heads, len(source), len(source), dtype=torch.bool, device="cpu")
+    for head in pattern.head_range(branch, num_kv_heads):
         if branch >= len(segments):
             joined[head] = is_in_window if isinstance(pattern.branches[branch], Window) else is_global
             continue
-        kept = (p % segment) % segments[branch].dilation_rate == pattern.offset(branch, head, kv_heads)
+        kept = (p % segment) % segments[branch].dilation_rate == pattern.offset(branch, head, num_kv_heads)
         same_segment = query // segment == key // segment
         joined[head] = kept[:, None] & kept[None, :] & same_segment & ~is_global & ~is_in_window
     return source, joined & (key <= query) if is_causal else joined

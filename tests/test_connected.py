@@ -47,11 +47,11 @@ def questions(draw: st.DrawFn) -> tuple[DilatedPattern, int, int]:
     return pattern, draw(st.integers(1, 97)), draw(st.integers(least_heads(pattern), 9))
 
 
-def is_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> bool:
+def is_connected(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -> bool:
     """The definition, token by token: which earlier tokens each token has received information from."""
     lengths = [w for w, r in pattern.branches if r == 1]
     run = next(n for n in range(1, 10**9) if all(n % w == 0 for w in lengths))
-    kept = [{pattern.offset(i, h, num_heads) for h in pattern.head_range(i, num_heads)} for i in range(len(pattern.branches))]
+    kept = [{pattern.offset(i, h, num_kv_heads) for h in pattern.head_range(i, num_kv_heads)} for i in range(len(pattern.branches))]
     counting = [r for r, offsets in zip(pattern.dilation_rates, kept) if 2 * r - 1 <= run and offsets == set(range(r))]
     received: list[int] = []  # a bit for each earlier token
     for q in range(num_tokens):
@@ -67,19 +67,19 @@ def is_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> bo
 
 @given(questions())
 def test_crosses_boundaries_is_the_definition(question: tuple[DilatedPattern, int, int]) -> None:
-    pattern, num_tokens, num_heads = question
-    expected = is_connected(pattern, num_tokens, num_heads)
-    assert pattern.crosses_boundaries(num_tokens, num_heads) == expected
-    if (boundary := pattern.first_uncrossed_boundary(num_tokens, num_heads)) is not None:
+    pattern, num_tokens, num_kv_heads = question
+    expected = is_connected(pattern, num_tokens, num_kv_heads)
+    assert pattern.crosses_boundaries(num_tokens, num_kv_heads) == expected
+    if (boundary := pattern.first_uncrossed_boundary(num_tokens, num_kv_heads)) is not None:
         assert 1 <= boundary < num_tokens
-        assert pattern.crosses_boundaries(boundary, num_heads)
+        assert pattern.crosses_boundaries(boundary, num_kv_heads)
 
 
 @given(questions())
 def test_tokens_of_a_connected_pattern_receive_from_all_tokens_well_before(question: tuple[DilatedPattern, int, int]) -> None:
-    pattern, num_tokens, num_heads = question
-    if pattern.crosses_boundaries(num_tokens, num_heads):
-        seen = seen_after(pattern, num_tokens, num_heads, num_tokens, is_causal=True)
+    pattern, num_tokens, num_kv_heads = question
+    if pattern.crosses_boundaries(num_tokens, num_kv_heads):
+        seen = seen_after(pattern, num_tokens, num_kv_heads, num_tokens, is_causal=True)
         assert np.tril(~seen, -(2 * max(pattern.dilation_rates) - 1)).sum() == 0
 
 
@@ -113,14 +113,14 @@ FIRST = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "num_tokens", "num_heads", "boundary"), FIRST)
-def test_first_uncrossed_boundary(pattern: DilatedPattern, num_tokens: int, num_heads: int, boundary: int | None) -> None:
-    assert pattern.first_uncrossed_boundary(num_tokens, num_heads) == boundary
-    assert pattern.crosses_boundaries(num_tokens, num_heads) == (boundary is None)
+@pytest.mark.parametrize(("pattern", "num_tokens", "num_kv_heads", "boundary"), FIRST)
+def test_first_uncrossed_boundary(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, boundary: int | None) -> None:
+    assert pattern.first_uncrossed_boundary(num_tokens, num_kv_heads) == boundary
+    assert pattern.crosses_boundaries(num_tokens, num_kv_heads) == (boundary is None)
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "num_heads", "rate", "window"),
+    ("seq_len", "num_kv_heads", "rate", "window"),
     [
         (512, 8, 4, 256),  # the least window
         (8192, 8, 4, 256),
@@ -135,16 +135,16 @@ def test_first_uncrossed_boundary(pattern: DilatedPattern, num_tokens: int, num_
         (8192, 1, 1, None),
     ],
 )
-def test_causal_preset(seq_len: int, num_heads: int, rate: int, window: int | None) -> None:
+def test_causal_preset(seq_len: int, num_kv_heads: int, rate: int, window: int | None) -> None:
     expected = DilatedPattern((seq_len,), (rate,), window=window, global_tokens=4 if window else 0)
-    assert DilatedPattern.causal(seq_len, num_heads) == expected
+    assert DilatedPattern.causal(seq_len, num_kv_heads) == expected
 
 
 @pytest.mark.parametrize("seq_len", [1, 61, 257, 512, 768, 1000, 8191, 2**20, 2**40])
 def test_causal_preset_is_connected_and_costs_what_it_says(seq_len: int) -> None:
-    for num_heads in range(1, 40):
-        pattern = DilatedPattern.causal(seq_len, num_heads)
-        assert pattern.crosses_boundaries(seq_len, num_heads)
+    for num_kv_heads in range(1, 40):
+        pattern = DilatedPattern.causal(seq_len, num_kv_heads)
+        assert pattern.crosses_boundaries(seq_len, num_kv_heads)
         if pattern.window is None:
             assert pattern == DilatedPattern((seq_len,), (1,))
             continue
@@ -152,7 +152,7 @@ def test_causal_preset_is_connected_and_costs_what_it_says(seq_len: int) -> None
         far, size = seq_len / (2 * rate**2), pattern.window
         assert rate <= 8
         assert max(0.75 * far - 1, 256) <= size <= max(far, 256)
-        keys = pattern.count_pairs(seq_len, num_heads, is_causal=True) / (seq_len * num_heads)
+        keys = pattern.count_pairs(seq_len, num_kv_heads, is_causal=True) / (seq_len * num_kv_heads)
         without_near = far * (1 - size / seq_len) ** 2
         assert abs(keys - (size * (1 - size / 2 / seq_len) + without_near)) <= 1 + pattern.global_tokens
         assert keys <= (seq_len + 1) / 2
@@ -165,19 +165,19 @@ def test_causal_preset_takes_a_window_a_rate_and_global_tokens() -> None:
     assert causal(512, 8, window=2).crosses_boundaries(512, 8)
 
 
-@pytest.mark.parametrize(("seq_len", "num_heads", "budget"), [(1021, 3, 0.9), (8192, 8, 0.2), (8191, 9, 0.2), (2**40, 16, 0.02)])
+@pytest.mark.parametrize(("seq_len", "num_kv_heads", "budget"), [(1021, 3, 0.9), (8192, 8, 0.2), (8191, 9, 0.2), (2**40, 16, 0.02)])
 @pytest.mark.parametrize("global_tokens", [0, 4, 61])
 def test_causal_preset_with_a_budget_has_the_longest_window_within_it(
-    seq_len: int, num_heads: int, budget: float, global_tokens: int
+    seq_len: int, num_kv_heads: int, budget: float, global_tokens: int
 ) -> None:
-    pattern = causal(seq_len, num_heads, budget=budget, global_tokens=global_tokens)
+    pattern = causal(seq_len, num_kv_heads, budget=budget, global_tokens=global_tokens)
     size = pattern.window
     assert size is not None
     unit = 2 ** (size.bit_length() - 3)  # windows are multiples of it
-    assert replace(pattern, window=None) == replace(causal(seq_len, num_heads, global_tokens=global_tokens), window=None)
+    assert replace(pattern, window=None) == replace(causal(seq_len, num_kv_heads, global_tokens=global_tokens), window=None)
     assert size % unit == 0
     within, over = (
-        each.count_pairs(seq_len, num_heads, is_causal=True) * 2 / (num_heads * seq_len * (seq_len + 1))
+        each.count_pairs(seq_len, num_kv_heads, is_causal=True) * 2 / (num_kv_heads * seq_len * (seq_len + 1))
         for each in (pattern, replace(pattern, window=size + unit))
     )
     assert within <= budget < over
@@ -212,8 +212,8 @@ RATE = "rate must be at most seq_len=%d and have a head for each of its residues
         (lambda: causal(61, 8, budget=0.9), ValueError, "budget must be at least 1 for a window of 61 tokens and the far branch"),
         (lambda: causal(512, 0), ValueError, "num_kv_heads must be at least 1, got 0"),
         (lambda: BEST.crosses_boundaries(0, 1), ValueError, "num_tokens must be at least 1, got 0"),
-        (lambda: BEST.crosses_boundaries(1, 0), ValueError, "num_heads must be at least 1, got 0"),
-        (lambda: BEST.crosses_boundaries(1, 1.5), TypeError, "num_heads must be an integer, got 1.5"),
+        (lambda: BEST.crosses_boundaries(1, 0), ValueError, "num_kv_heads must be at least 1, got 0"),
+        (lambda: BEST.crosses_boundaries(1, 1.5), TypeError, "num_kv_heads must be an integer, got 1.5"),
     ],
 )
 def test_preset_and_question_reject(call: Callable[[], object], error: type[Exception], message: str) -> None:
@@ -414,12 +414,9 @@ def test_no_warning_without_need() -> None:
         torch.compile(layer, fullgraph=True, backend="aot_eager")(q, q, q)
 
 
-def test_causal_preset_rejects_the_name_of_query_heads() -> None:
+def test_causal_preset_has_a_plain_signature() -> None:
     assert list(inspect.signature(causal).parameters) == ["seq_len", "num_kv_heads", "window", "rate", "global_tokens", "budget"]
     assert causal(512, num_kv_heads=8) == causal(512, 8)
-    message = "DilatedPattern.causal() takes num_kv_heads, the number of key/value heads, got num_heads"
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        causal(512, num_heads=8)  # type: ignore[call-arg]
 
 
 def test_cures_of_grouped_heads_are_a_window_and_the_preset() -> None:

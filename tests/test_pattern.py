@@ -136,8 +136,8 @@ ALL, GROUPED = DilatedPattern((7, 13), (1, 3)), DilatedPattern.grouped((7, 13), 
                 ("head_range", (2, 5), ValueError, r"branch must be in \[0, 2\), got 2"),
                 ("head_range", (-1, 5), ValueError, r"branch must be in \[0, 2\), got -1"),
                 ("head_range", (0.0, 5), TypeError, "branch must be an integer, got 0.0"),
-                ("head_range", (1, 0), ValueError, "num_heads must be at least 1, got 0"),
-                ("head_range", (1, True), TypeError, "num_heads must be an integer, got True"),
+                ("head_range", (1, 0), ValueError, "num_kv_heads must be at least 1, got 0"),
+                ("head_range", (1, True), TypeError, "num_kv_heads must be an integer, got True"),
                 ("offset", (2, 0, 5), ValueError, r"branch must be in \[0, 2\), got 2"),
                 ("offset", (1, 5, 5), ValueError, r"head must be in \[0, 5\), got 5"),
                 ("offset", (1, -1, 5), ValueError, r"head must be in \[0, 5\), got -1"),
@@ -145,8 +145,8 @@ ALL, GROUPED = DilatedPattern((7, 13), (1, 3)), DilatedPattern.grouped((7, 13), 
                 ("head_runs", (2, 5), ValueError, r"branch must be in \[0, 2\), got 2"),
                 ("head_runs", (1, 5, range(2, 6)), ValueError, r"within must hold consecutive heads in \[0, 5\), got range.*"),
                 ("head_runs", (1, 5, range(0, 4, 2)), ValueError, r"within must hold consecutive heads in \[0, 5\), got range.*"),
-                ("check_heads", (0,), ValueError, "num_heads must be at least 1, got 0"),
-                ("count_pairs", (9, 0), ValueError, "num_heads must be at least 1, got 0"),
+                ("check_heads", (0,), ValueError, "num_kv_heads must be at least 1, got 0"),
+                ("count_pairs", (9, 0), ValueError, "num_kv_heads must be at least 1, got 0"),
             )
         ),
         (lambda: ALL.count_pairs(9, 5, is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
@@ -181,48 +181,50 @@ def test_operations_per_pair_are_those_of_the_products_of_matrices() -> None:
     assert counted == [FORWARD * rows**2 * dim, BACKWARD * rows**2 * dim]
 
 
-@pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 7, 12, 13])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 5, 7, 12, 13])
 @pytest.mark.parametrize("rate", [1, 2, 3, 5, 11])
-def test_offset_follows_the_literal_formula(num_heads: int, rate: int) -> None:
+def test_offset_follows_the_literal_formula(num_kv_heads: int, rate: int) -> None:
     blocked = DilatedPattern((11,), (rate,))
     interleaved = DilatedPattern((11,), (rate,), offsets="interleaved")
-    block = (num_heads + rate - 1) // rate
-    heads = range(num_heads)
-    assert [blocked.offset(0, h, num_heads) for h in heads] == [h // block for h in heads]
-    assert [interleaved.offset(0, h, num_heads) for h in heads] == [h % rate for h in heads]
-    assert all(0 <= pattern.offset(0, h, num_heads) < rate for pattern in (blocked, interleaved) for h in heads)
+    block = (num_kv_heads + rate - 1) // rate
+    heads = range(num_kv_heads)
+    assert [blocked.offset(0, h, num_kv_heads) for h in heads] == [h // block for h in heads]
+    assert [interleaved.offset(0, h, num_kv_heads) for h in heads] == [h % rate for h in heads]
+    assert all(0 <= pattern.offset(0, h, num_kv_heads) < rate for pattern in (blocked, interleaved) for h in heads)
 
 
-@pytest.mark.parametrize(("num_heads", "sizes"), [(11, (4, 4, 3)), (12, (4, 4, 4)), (13, (5, 4, 4)), (3, (1, 1, 1))])
-def test_grouped_heads_split_in_contiguous_groups_the_first_larger(num_heads: int, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("num_kv_heads", "sizes"), [(11, (4, 4, 3)), (12, (4, 4, 4)), (13, (5, 4, 4)), (3, (1, 1, 1))])
+def test_grouped_heads_split_in_contiguous_groups_the_first_larger(num_kv_heads: int, sizes: tuple[int, ...]) -> None:
     pattern = DilatedPattern.grouped((7, 11, 13), (1, 2, 3))
-    ranges = [pattern.head_range(i, num_heads) for i in range(3)]
+    ranges = [pattern.head_range(i, num_kv_heads) for i in range(3)]
     assert tuple(len(r) for r in ranges) == sizes
-    assert [h for r in ranges for h in r] == list(range(num_heads))
+    assert [h for r in ranges for h in r] == list(range(num_kv_heads))
 
 
 @given(patterns(), st.integers(1, 13), st.data())
-def test_head_runs_hold_every_head_once_under_its_offset(pattern: DilatedPattern, num_heads: int, data: st.DataObject) -> None:
-    num_heads = max(num_heads, least_heads(pattern))
-    first = data.draw(st.integers(0, num_heads - 1))
-    within = data.draw(st.sampled_from((None, range(first, data.draw(st.integers(first + 1, num_heads))))))
-    held = within or range(num_heads)
+def test_head_runs_hold_every_head_once_under_its_offset(pattern: DilatedPattern, num_kv_heads: int, data: st.DataObject) -> None:
+    num_kv_heads = max(num_kv_heads, least_heads(pattern))
+    first = data.draw(st.integers(0, num_kv_heads - 1))
+    within = data.draw(st.sampled_from((None, range(first, data.draw(st.integers(first + 1, num_kv_heads))))))
+    held = within or range(num_kv_heads)
     for i in range(len(pattern.branches)):
-        runs = pattern.head_runs(i, num_heads, within)
+        runs = pattern.head_runs(i, num_kv_heads, within)
         found = {held[run.start + j * run.step]: run.offset for run in runs for j in range(run.heads)}
-        assert found == {h: pattern.offset(i, h, num_heads) for h in pattern.head_range(i, num_heads) if h in held}
+        assert found == {h: pattern.offset(i, h, num_kv_heads) for h in pattern.head_range(i, num_kv_heads) if h in held}
         assert sum(run.heads for run in runs) == len(found)
         assert [run.offset for run in runs] == sorted({run.offset for run in runs})
 
 
 @given(patterns(), st.integers(1, 31), st.integers(1, 5), st.booleans())
-def test_count_pairs_equals_the_count_by_loops(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
-    num_heads = max(num_heads, least_heads(pattern))
+def test_count_pairs_equals_the_count_by_loops(
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, is_causal: bool
+) -> None:
+    num_kv_heads = max(num_kv_heads, least_heads(pattern))
     count = 0
     for i, (w, r) in enumerate(pattern.branches):
-        for h in pattern.head_range(i, num_heads):
-            kept = [p for p in range(num_tokens) if p % w % r == pattern.offset(i, h, num_heads)]
+        for h in pattern.head_range(i, num_kv_heads):
+            kept = [p for p in range(num_tokens) if p % w % r == pattern.offset(i, h, num_kv_heads)]
             count += sum(p // w == other // w and (other <= p or not is_causal) for p in kept for other in kept)
-    assert pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal) == count
+    assert pattern.count_pairs(num_tokens, num_kv_heads, is_causal=is_causal) == count
     if not is_causal:
-        assert pattern.count_pairs(num_tokens, num_heads) == count
+        assert pattern.count_pairs(num_tokens, num_kv_heads) == count

@@ -34,10 +34,10 @@ def test_first_example_is_connected(page: str) -> None:
     text = (ROOT / page).read_text()
     ((length, heads),) = re.findall(r"DilatedPattern\.causal\((\d+_\d+), num_kv_heads=(\d+)\)", text)
     assert f"torch.randn(1, {length}, {heads}, " in text
-    num_tokens, num_heads = int(length) // 16, int(heads)
-    assert DilatedPattern.causal(int(length), num_heads).crosses_boundaries(int(length), num_heads)
-    pattern = DilatedPattern.causal(num_tokens, num_heads)
-    v = torch.eye(num_tokens, dtype=torch.float64)[:, None].expand(-1, num_heads, -1)[None]
+    num_tokens, num_kv_heads = int(length) // 16, int(heads)
+    assert DilatedPattern.causal(int(length), num_kv_heads).crosses_boundaries(int(length), num_kv_heads)
+    pattern = DilatedPattern.causal(num_tokens, num_kv_heads)
+    v = torch.eye(num_tokens, dtype=torch.float64)[:, None].expand(-1, num_kv_heads, -1)[None]
     layer = dilated_attention(0 * v, 0 * v, v, pattern, is_causal=True)[0].mean(dim=1)
     reached = torch.linalg.matrix_power(layer, 4) > 0
     assert torch.equal(reached, torch.ones_like(reached).tril())

@@ -24,15 +24,15 @@ def test_mask_functions_must_return_bools() -> None:
 
 
 def multiplicities(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, head: int, query: int, is_causal: bool
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, head: int, query: int, is_causal: bool
 ) -> Counter[int]:
     """How often each key of one document is in a query's softmax; zero keys, if any, under -1. No shifted positions."""
     counts: Counter[int] = Counter()
     for i, (w, r) in enumerate(pattern.branches):
         w = min(w, num_tokens)
         assert w % r == 0 or w == num_tokens or not pattern.zero_padding
-        offset = pattern.offset(i, head, num_heads)
-        if head not in pattern.head_range(i, num_heads) or query % w % r != offset:
+        offset = pattern.offset(i, head, num_kv_heads)
+        if head not in pattern.head_range(i, num_kv_heads) or query % w % r != offset:
             continue
         segment = query // w * w
         for j in range(offset, w + -w % r, r):

@@ -173,3 +173,27 @@ def test_calls_are_built_by_keyword() -> None:
     named = [(file, node) for file, node in built if ast.unparse(node.func) in ("Call", "Piece")]
     assert len(named) > 5
     assert not [f"{file}:{node.lineno}" for file, node in named for value in node.args if not isinstance(value, ast.Starred)]
+
+
+# Where `num_heads` means query heads; in `core` it is the old keyword, and a name in pinned schemas.
+QUERY_HEADS = (
+    *(f"flexdilated/{folder}/" for folder in ("backends/flex", "compat", "hub", "masks", "nn", "slides", "training")),
+    *(f"flexdilated/{file}.py" for file in ("cli/refusal", "cli/train", "core/custom_op", "core/keywords", "reference")),
+)
+
+
+def test_num_heads_never_means_key_value_heads() -> None:
+    named = [file for file in FILES if re.search(r"\bnum_heads\b", (ROOT / file).read_text())]
+    assert not [file for file in named if not file.startswith(QUERY_HEADS)]
+    assert not [place for place in QUERY_HEADS if not any(file.startswith(place) for file in named)]
+
+
+def test_central_names_have_one_meaning() -> None:
+    central = {"Plan", "Layout", "Rows", "Candidate", "Segments", "Call", "Case", "Kept", "Job"}
+    made = [
+        name.lstrip("_")
+        for file in FILES
+        for node in ast.walk(tree(file))
+        for name in ([node.name] if isinstance(node, ast.ClassDef) else [ast.unparse(x) for x in getattr(node, "targets", ())])
+    ]
+    assert not [name for name in sorted(central) if made.count(name) > 1]

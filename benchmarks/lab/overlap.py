@@ -104,7 +104,7 @@ def run(exchange: str, tokens: int, delays: tuple[float, float]) -> tuple[float,
     pattern = DilatedPattern((tokens // RANKS, tokens), (1, 2))
     shards = (tokens // RANKS,) * RANKS
     plan = context_plan(pattern, shards, HEADS, range(HEADS), 1, ((0, tokens),), False)
-    call = Call(pattern, scale=HEAD_DIM**-0.5, backend="sdpa", num_heads=HEADS)
+    call = Call(pattern, scale=HEAD_DIM**-0.5, backend="sdpa", num_kv_heads=HEADS)
     parts = [[torch.randn(1, shards[0], HEADS, HEAD_DIM) for _ in range(4)] for _ in range(RANKS)]
     outs: list[tuple[Tensor, ...]] = [()] * RANKS
 

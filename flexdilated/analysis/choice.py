@@ -12,6 +12,7 @@ from flexdilated.analysis.lattice import checked
 from flexdilated.core.branch import Kept
 from flexdilated.core.checks import is_number, why_not_connected
 from flexdilated.core.integers import at_least_one
+from flexdilated.core.keywords import takes_num_kv_heads
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.presets import FIRST_TOKENS, rounded_up
 
@@ -53,16 +54,17 @@ class Choices:
     """
 
     num_tokens: int
-    num_heads: int
+    num_kv_heads: int
     is_causal: bool
     budget: float  # share of the pairs of dense attention
     shown: tuple[Choice, ...]  # best first, then the caller's patterns
     tried: tuple[Choice, ...] = field(repr=False)  # all proposals, within the budget or not
 
 
+@takes_num_kv_heads
 def choose_pattern(
     num_tokens: int,
-    num_heads: int,
+    num_kv_heads: int,
     *,
     budget: float = 0.1,
     is_causal: bool = False,
@@ -81,7 +83,7 @@ def choose_pattern(
 
     Args:
         num_tokens: Sequence length N, up to 2**40. For packed documents: the tokens of the longest document.
-        num_heads: Key/value heads H, up to 1024.
+        num_kv_heads: Key/value heads, up to 1024.
         budget: Pairs of queries and keys that are scored, as a share of the pairs of dense attention, in (0, 1].
         is_causal: Whether a query sees only keys at its own position and before.
         patterns: Your own patterns, shown after the proposals.
@@ -91,8 +93,8 @@ def choose_pattern(
         ValueError: If a number is out of range, or a pattern has more groups of heads than there are heads.
         TypeError: If an argument has the wrong type.
     """
-    num_tokens, num_heads = checked(DilatedPattern((1,), (1,)), num_tokens, num_heads, is_causal=is_causal)
-    for name, value, limit in (("num_tokens", num_tokens, MOST_TOKENS), ("num_heads", num_heads, MOST_HEADS)):
+    num_tokens, num_kv_heads = checked(DilatedPattern((1,), (1,)), num_tokens, num_kv_heads, is_causal=is_causal)
+    for name, value, limit in (("num_tokens", num_tokens, MOST_TOKENS), ("num_kv_heads", num_kv_heads, MOST_HEADS)):
         if value > limit:
             raise ValueError(f"{name} must be at most {limit}, got {value}")
     if not is_number(budget):
@@ -104,14 +106,14 @@ def choose_pattern(
         raise TypeError(f"patterns must be a sequence, got {patterns!r}; put one in a tuple")
     own_patterns = tuple(patterns)
     for pattern in own_patterns:
-        checked(pattern, num_tokens, num_heads)
+        checked(pattern, num_tokens, num_kv_heads)
 
     def pairs_over(pattern: DilatedPattern) -> int:
         """Pairs of a pattern whose rates divide the number of heads: each residue has as many heads."""
         segments, near = pattern.split("choose_pattern")
         options: dict[str, Any] = {"is_causal": is_causal, "near": near}
-        return num_heads * near.count_pairs(num_tokens, is_causal=is_causal) + sum(
-            num_heads // rate * sum(Kept(length, rate, offset).count_pairs(num_tokens, **options) for offset in range(rate))
+        return num_kv_heads * near.count_pairs(num_tokens, is_causal=is_causal) + sum(
+            num_kv_heads // rate * sum(Kept(length, rate, offset).count_pairs(num_tokens, **options) for offset in range(rate))
             for length, rate in segments
         )
 
@@ -121,8 +123,8 @@ def choose_pattern(
         return Choice(pattern, pairs, pairs / dense, pairs <= budget * dense, is_given, why)
 
     proposals = [
-        judged(pattern, pairs_over(pattern), _about(pattern, num_tokens, num_heads, is_causal=is_causal))
-        for pattern in _proposals(num_tokens, num_heads, FIRST_TOKENS if is_causal else 0)
+        judged(pattern, pairs_over(pattern), _about(pattern, num_tokens, num_kv_heads, is_causal=is_causal))
+        for pattern in _proposals(num_tokens, num_kv_heads, FIRST_TOKENS if is_causal else 0)
     ]
     tried = sorted((choice for choice in proposals if choice.share <= 1.0), key=_order)
     best: dict[tuple[int, ...], Choice] = {}
@@ -130,16 +132,16 @@ def choose_pattern(
         if choice.is_within_budget:
             best.setdefault(choice.pattern.dilation_rates, choice)
     shown = [
-        replace(choice, why=choice.why + _beyond(choice.pattern, num_tokens, num_heads, is_causal))
+        replace(choice, why=choice.why + _beyond(choice.pattern, num_tokens, num_kv_heads, is_causal))
         for choice in [*best.values()][:most]
     ]
     if not shown:
         least = min(tried, key=lambda choice: choice.pairs)
         shown = [replace(least, why=f"{least.why} It is the cheapest: budget={rounded_up(least.share):g} would do.")]
     for pattern in own_patterns:
-        pairs = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
-        shown.append(judged(pattern, pairs, _about_given(pattern, num_tokens, num_heads, is_causal=is_causal), is_given=True))
-    return Choices(num_tokens, num_heads, is_causal, float(budget), tuple(shown), tuple(tried))
+        pairs = pattern.count_pairs(num_tokens, num_kv_heads, is_causal=is_causal)
+        shown.append(judged(pattern, pairs, _about_given(pattern, num_tokens, num_kv_heads, is_causal=is_causal), is_given=True))
+    return Choices(num_tokens, num_kv_heads, is_causal, float(budget), tuple(shown), tuple(tried))
 
 
 def few_heads(choices: Choices) -> str | None:
@@ -148,7 +150,7 @@ def few_heads(choices: Choices) -> str | None:
     H heads have at most H different offsets, so a far branch over all tokens scores at least `1 / H**2` of the pairs of dense
     attention. Much is gained where such a branch and a local segment of `USEFUL_LOCAL` tokens are within the budget.
     """
-    num_tokens, heads, budget = choices.num_tokens, choices.num_heads, choices.budget
+    num_tokens, heads, budget = choices.num_tokens, choices.num_kv_heads, choices.budget
     has_far = [each for each in choices.tried if each.is_within_budget and _num_parts(each.pattern) == 2]
     preset, dense = (
         DilatedPattern.causal(num_tokens, heads),
@@ -177,21 +179,21 @@ def _order(choice: Choice) -> tuple[int, int, int, int]:
     return (_num_parts(choice.pattern), max(choice.pattern.dilation_rates), -choice.local, choice.pairs)
 
 
-def _beyond(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> str:
+def _beyond(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, is_causal: bool) -> str:
     """A sentence where no segment holds the whole sequence: after how many layers all of it is seen."""
     if max(pattern.segment_lengths) >= num_tokens:
         return ""
     try:
-        layers = layers_to_cover(pattern, num_tokens, num_heads, is_causal=is_causal)
+        layers = layers_to_cover(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     except NotImplementedError:  # too many tokens or segments to look at
         return " No segment is as long as the sequence: it takes several layers to see far tokens."
     but = "" if layers else f", but some of the {2 * max(pattern.dilation_rates) - 2} tokens just before a token may stay unseen"
     return f" No segment is as long as the sequence: all is seen after {layers or 'several'} layers{but}."
 
 
-def _proposals(num_tokens: int, num_heads: int, global_tokens: int) -> Iterator[DilatedPattern]:
+def _proposals(num_tokens: int, num_kv_heads: int, global_tokens: int) -> Iterator[DilatedPattern]:
     yield DilatedPattern((num_tokens,), (1,))
-    rates = [rate for rate in range(2, num_heads + 1) if num_heads % rate == 0]
+    rates = [rate for rate in range(2, num_kv_heads + 1) if num_kv_heads % rate == 0]
     local_lengths = sorted({part << i for part in (1, 3) for i in range(num_tokens.bit_length())})
     for rate in rates:
         for local in local_lengths:
@@ -204,7 +206,7 @@ def _proposals(num_tokens: int, num_heads: int, global_tokens: int) -> Iterator[
                 yield DilatedPattern((local, parts * local, (parts + 1) * local), (1, rate, rate))
 
 
-def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> str:
+def _about(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool) -> str:
     segments, near = pattern.split("choose_pattern")
     if not near and len(segments) == 1:
         return f"Dense attention: every token reads {'itself and all tokens before it' if is_causal else 'all tokens'}."
@@ -213,14 +215,14 @@ def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causa
     if near:
         reads = f"a window of {near.window:,} tokens" + (f" and the first {near.global_tokens}" if near.global_tokens else "")
     where = f"the tokens of longer segments of {far:,} and {third[0][0]:,}" if third else f"all {num_tokens:,} tokens"
-    num_readers = num_heads // rate
+    num_readers = num_kv_heads // rate
     count = f"{num_readers} heads keep the same tokens" if num_readers > 1 else "each head keeps other tokens"
     order = " No token reads a later one." if is_causal else ""
     return f"Each token reads {reads}. In each head, 1 in {rate} of {where} also read each other; {count}.{order}"
 
 
-def _about_given(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> str:
-    lost = [str(rate) for rate, missing in zip(pattern.dilation_rates, missing_residues(pattern, num_heads)) if missing]
-    why = why_not_connected(pattern, num_tokens, num_heads) if is_causal else None
+def _about_given(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool) -> str:
+    lost = [str(rate) for rate, missing in zip(pattern.dilation_rates, missing_residues(pattern, num_kv_heads)) if missing]
+    why = why_not_connected(pattern, num_tokens, num_kv_heads) if is_causal else None
     residues = f" No head keeps some tokens at rate {', '.join(lost)}." if lost else ""
     return f"Yours{' is ' + why if why else ' is connected' if is_causal else ''}.{residues}"

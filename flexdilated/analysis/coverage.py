@@ -15,6 +15,7 @@ import numpy as np
 from flexdilated.analysis.lattice import Integers, Together, borders, checked, each_block, merge_heads
 from flexdilated.analysis.reach import each_layer
 from flexdilated.core.branch import NONE, ceil_div
+from flexdilated.core.keywords import takes_num_kv_heads
 from flexdilated.core.pattern import DilatedPattern
 
 MAX_RESIDUES = 2**20  # of one rate, listed
@@ -23,7 +24,8 @@ MAX_PAIRS = 2**30  # of a token and a query, one bit each
 MAX_STEPS = 2**20  # layers that one token is followed through
 
 
-def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int, ...], ...]:
+@takes_num_kv_heads
+def missing_residues(pattern: DilatedPattern, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
     """By branch, the residues modulo its rate that no head keeps.
 
     >>> missing_residues(DilatedPattern((16, 64), (1, 4)), 2)
@@ -33,18 +35,19 @@ def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int
 
     Args:
         pattern: Which positions attend to which.
-        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        num_kv_heads: Key/value heads, which may be fewer than query heads.
     """
-    _, num_heads = checked(pattern, 1, num_heads)
+    _, num_kv_heads = checked(pattern, 1, num_kv_heads)
     segments, _ = pattern.split("missing_residues")
     if max((rate for _, rate in segments), default=1) > MAX_RESIDUES:
         raise NotImplementedError(f"dilation_rates must be at most {MAX_RESIDUES} to list residues, got {pattern.dilation_rates}")
-    kept = [pattern.kept_offsets(branch, num_heads) for branch in range(len(segments))]
+    kept = [pattern.kept_offsets(branch, num_kv_heads) for branch in range(len(segments))]
     missing = [tuple(residue for residue in range(rate) if residue not in offsets) for (_, rate), offsets in zip(segments, kept)]
     return (*missing, *[()] * (len(pattern.branches) - len(segments)))
 
 
-def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> int:
+@takes_num_kv_heads
+def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -> int:
     """The number of tokens that no head of any branch keeps: their output is 0, and no query reads them.
 
     >>> count_uncovered(DilatedPattern((16,), (4,)), 64, 2)  # two heads keep two of four residues
@@ -55,8 +58,8 @@ def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) ->
     Raises:
         NotImplementedError: If there are too many segments before their boundaries repeat.
     """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
-    branches, near = merge_heads(pattern, num_tokens, num_heads)
+    num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads)
+    branches, near = merge_heads(pattern, num_tokens, num_kv_heads)
     if near or any(len(offsets) == rate for _, rate, offsets in branches):
         return 0
     total = 0
@@ -67,7 +70,8 @@ def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) ->
     return total
 
 
-def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int | None:
+@takes_num_kv_heads
+def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool = False) -> int | None:
     """The number of layers until every token has seen every other (every earlier one, if causal); None: never.
 
     >>> layers_to_cover(DilatedPattern((16, 64), (1, 4)), 64, 4)
@@ -83,8 +87,8 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
     Raises:
         NotImplementedError: If there are too many tokens or segments to look at all of them.
     """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
-    branches, near = merge_heads(pattern, num_tokens, num_heads)
+    num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
+    branches, near = merge_heads(pattern, num_tokens, num_kv_heads)
     step, first = max(near.window - 1, 0), min(near.global_tokens, num_tokens - 1)
     lengths, undilated = [branch.length for branch in branches], [branch.length for branch in branches if branch.rate == 1]
     if num_tokens == 1:
@@ -94,7 +98,7 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
         ends = [first % branch.rate in branch.offsets and (num_tokens - 1 - first) % branch.rate == 0 for branch in whole]
         if step < num_tokens - 1 - first and not any(ends):
             return 2 if first < num_tokens - 1 else 1
-    if not step and not first and count_uncovered(pattern, num_tokens, num_heads):
+    if not step and not first and count_uncovered(pattern, num_tokens, num_kv_heads):
         return None
     shared = math.lcm(*(undilated if is_causal else lengths))  # a boundary of all branches; global tokens before it are seen
     if not step and (num_tokens - 1) // shared * shared > first:

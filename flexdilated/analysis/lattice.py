@@ -29,8 +29,8 @@ class Together(NamedTuple):
     offsets: tuple[int, ...]  # that some head keeps
 
 
-def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, int]:
-    """`num_tokens` and `num_heads` as Python's integers, after a check of all arguments.
+def checked(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool = False) -> tuple[int, int]:
+    """`num_tokens` and `num_kv_heads` as Python's integers, after a check of all arguments.
 
     Raises:
         ValueError: If a number is below 1, or some branch would have no head.
@@ -40,27 +40,27 @@ def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-    num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
-    pattern.check_heads(num_heads)
-    return num_tokens, num_heads
+    num_tokens, num_kv_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_kv_heads", num_kv_heads)
+    pattern.check_heads(num_kv_heads)
+    return num_tokens, num_kv_heads
 
 
-def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:
+def group_heads(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -> dict[tuple[Kept, ...], list[int]]:
     """Heads by the tokens that they keep: `{branches of segments as they run them: heads}`. The window is not included."""
     groups: dict[tuple[Kept, ...], list[int]] = {}
-    for head in range(num_heads):
-        branches = pattern.kept(head, num_heads, "coverage and reach")
+    for head in range(num_kv_heads):
+        branches = pattern.kept(head, num_kv_heads, "coverage and reach")
         clipped = tuple(branch._replace(length=min(branch.length, num_tokens)) for branch in branches)
         groups.setdefault(clipped, []).append(head)
     return groups
 
 
-def merge_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[list[Together], Near]:
+def merge_heads(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -> tuple[list[Together], Near]:
     """The distinct branches of segments of all heads, the shortest first, and the pairs of window and global tokens."""
     segments, near = pattern.split("coverage and reach")
     offsets: dict[tuple[int, int], set[int]] = {}
     for i, (length, rate) in enumerate(segments):
-        offsets.setdefault((min(length, num_tokens), rate), set()).update(pattern.kept_offsets(i, num_heads))
+        offsets.setdefault((min(length, num_tokens), rate), set()).update(pattern.kept_offsets(i, num_kv_heads))
     branches = [Together(length, rate, tuple(sorted(kept))) for (length, rate), kept in sorted(offsets.items())]
     return branches, near
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from flexdilated.analysis.lattice import checked, count_common, each_block, group_heads
 from flexdilated.core.branch import Kept, Near
+from flexdilated.core.keywords import takes_num_kv_heads
 from flexdilated.core.pattern import DilatedPattern
 
 MAX_BRANCHES = 12  # of one head: each set of them is counted
@@ -33,8 +34,9 @@ class Balance(NamedTuple):
         return self.most / self.mean if self.most else 1.0
 
 
+@takes_num_kv_heads
 def count_pairs(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool = False
 ) -> tuple[tuple[int, ...], ...]:
     """The number of (query, key) pairs that each branch scores for each head; a pair that counts m times is in m of the counts.
 
@@ -46,7 +48,7 @@ def count_pairs(
     Args:
         pattern: Which positions attend to which.
         num_tokens: Sequence length N; in closed form, of any size.
-        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        num_kv_heads: Key/value heads, which may be fewer than query heads.
         is_causal: Whether a query sees only keys at its own position and before.
 
     Returns:
@@ -56,18 +58,18 @@ def count_pairs(
         ValueError: If a number is below 1, or some branch would have no head.
         TypeError: If an argument has the wrong type.
     """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
+    num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     counts = []
     segments, near = pattern.split("count_pairs")
     for branch, (length, rate) in enumerate(segments):
-        row = [0] * num_heads
-        for offset, start, step, heads in pattern.head_runs(branch, num_heads):
+        row = [0] * num_kv_heads
+        for offset, start, step, heads in pattern.head_runs(branch, num_kv_heads):
             pairs = Kept(length, rate, offset).count_pairs(num_tokens, is_causal=is_causal, near=near)
             row[start : start + step * heads : step] = [pairs] * heads
         counts.append(tuple(row))
     every = near.count_pairs(num_tokens, is_causal=is_causal)
     of_global = near._replace(window=0).count_pairs(num_tokens, is_causal=is_causal)
-    counts += [(every - of_global,) * num_heads] * (near.window > 0) + [(of_global,) * num_heads] * (near.global_tokens > 0)
+    counts += [(every - of_global,) * num_kv_heads] * (near.window > 0) + [(of_global,) * num_kv_heads] * (near.global_tokens > 0)
     return tuple(counts)
 
 
@@ -77,8 +79,9 @@ def balance_of(counts: tuple[tuple[int, ...], ...]) -> Balance:
     return Balance(min(heads), max(heads), sum(heads) / len(heads))
 
 
+@takes_num_kv_heads
 def count_multiplicities(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool = False
 ) -> tuple[dict[int, int], ...]:
     """By head, the number of different (query, key) pairs that count exactly m times, `{m: pairs}`, for each m that occurs.
 
@@ -93,10 +96,10 @@ def count_multiplicities(
     Raises:
         NotImplementedError: If a head runs more than 12 branches, or rates have a least common multiple of 2**62 or more.
     """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
-    counts_by_head: list[dict[int, int]] = [{}] * num_heads
+    num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
+    counts_by_head: list[dict[int, int]] = [{}] * num_kv_heads
     near = pattern.split("count_multiplicities")[1]
-    for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
+    for kept, heads in group_heads(pattern, num_tokens, num_kv_heads).items():
         if len(kept) > MAX_BRANCHES:
             raise NotImplementedError(
                 f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {len(kept)}"

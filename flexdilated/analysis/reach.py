@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from flexdilated.analysis.lattice import Integers, Together, checked, group_heads, merge_heads
 from flexdilated.core.branch import Near
 from flexdilated.core.integers import as_integer
+from flexdilated.core.keywords import takes_num_kv_heads
 from flexdilated.core.pattern import DilatedPattern
 
 T = TypeVar("T", np.bool_, np.uint8)
@@ -21,7 +22,8 @@ MAX_MATRIX = 4096  # tokens, of which every pair is looked at
 MAX_WINDOW = 2**26  # tokens of which a query may have seen any
 
 
-def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[int, ...]:
+@takes_num_kv_heads
+def longest_reach(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -> tuple[int, ...]:
     """By head, the largest distance between a query and a key that it sees, causal or not; -1: the head keeps no token.
 
     >>> longest_reach(DilatedPattern((4, 16), (1, 4)), 16, 2)
@@ -30,21 +32,22 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> t
     Args:
         pattern: Which positions attend to which.
         num_tokens: Sequence length N, of any size.
-        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        num_kv_heads: Key/value heads, which may be fewer than query heads.
     """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
-    reach = [-1] * num_heads
+    num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads)
+    reach = [-1] * num_kv_heads
     near_pairs = pattern.split("longest_reach")[1]
     near = num_tokens - 1 if near_pairs.global_tokens else min(near_pairs.window, num_tokens) - 1
-    for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
+    for kept, heads in group_heads(pattern, num_tokens, num_kv_heads).items():
         most = max([near, *(branch.longest_reach() for branch in kept)])
         for head in heads:
             reach[head] = most
     return tuple(reach)
 
 
+@takes_num_kv_heads
 def reachable(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, layers: int = 1, is_causal: bool = False
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, layers: int = 1, is_causal: bool = False
 ) -> NDArray[np.bool_]:
     """The keys that each query has seen after `layers` layers, through all heads.
 
@@ -56,7 +59,7 @@ def reachable(
     Args:
         pattern: Which positions attend to which.
         num_tokens: Sequence length N, at most 4,096; `keys_seen` takes one query of any sequence.
-        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        num_kv_heads: Key/value heads, which may be fewer than query heads.
         layers: Layers L, at least 0.
         is_causal: Whether a query sees only keys at its own position and before.
 
@@ -67,18 +70,19 @@ def reachable(
         ValueError: If a number is below 1, layers is below 0, num_tokens is above 4,096, or some branch would have no head.
         TypeError: If an argument has the wrong type.
     """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
+    num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     _check_layers(layers)
     if num_tokens > MAX_MATRIX:
         raise ValueError(f"num_tokens must be at most {MAX_MATRIX}, got {num_tokens}; use keys_seen for single queries")
-    branches, near = merge_heads(pattern, num_tokens, num_heads)
+    branches, near = merge_heads(pattern, num_tokens, num_kv_heads)
     position, start = np.arange(num_tokens), np.eye(num_tokens, dtype=np.bool_)
     seen_by = islice(each_layer(start, position, branches, near, is_causal=is_causal), min(layers, num_tokens) + 1)
     return deque(seen_by, maxlen=1).pop().T
 
 
+@takes_num_kv_heads
 def keys_seen(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, query: int, *, layers: int = 1, is_causal: bool = False
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, query: int, *, layers: int = 1, is_causal: bool = False
 ) -> Integers:
     """The keys that one query has seen after `layers` layers, through all heads: a row of `reachable`.
 
@@ -91,12 +95,12 @@ def keys_seen(
         ValueError: If the query is outside the sequence.
         NotImplementedError: If more than 2**26 tokens could have been seen.
     """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
+    num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     _check_layers(layers)
     query = as_integer("query", query)
     if not 0 <= query < num_tokens:
         raise ValueError(f"query must be in [0, N={num_tokens}), got {query}")
-    branches, near = merge_heads(pattern, num_tokens, num_heads)
+    branches, near = merge_heads(pattern, num_tokens, num_kv_heads)
     step, first = max(near.window - 1, 0), near.global_tokens
     if first and layers and not is_causal:  # global tokens see everything
         low, high, layers_left = 0, num_tokens, 0

@@ -11,6 +11,7 @@ from flexdilated.analysis.lattice import checked
 from flexdilated.analysis.pairs import Balance, balance_of, count_multiplicities, count_pairs
 from flexdilated.analysis.reach import longest_reach
 from flexdilated.core.integers import at_least_one
+from flexdilated.core.keywords import takes_num_kv_heads
 from flexdilated.core.pattern import BACKWARD, FORWARD, DilatedPattern
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class Analysis:
 
     pattern: DilatedPattern
     num_tokens: int
-    num_heads: int
+    num_kv_heads: int
     is_causal: bool
     pairs: tuple[tuple[int, ...], ...]  # by branch and head, as `count_pairs`
     dense_pairs: int  # what dense attention scores over all heads
@@ -64,7 +65,8 @@ class Analysis:
         return (FORWARD + BACKWARD if with_backward else FORWARD) * at_least_one("head_dim", head_dim) * self.total_pairs
 
 
-def analyse(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> Analysis:
+@takes_num_kv_heads
+def analyse(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool = False) -> Analysis:
     """Pairs, duplicates, balance, reach and coverage of a pattern at a length, in integers.
 
     >>> analysis = analyse(DilatedPattern.causal(4096, 8), 4096, 8)
@@ -74,13 +76,13 @@ def analyse(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
     In closed form: seconds for a thousand million tokens of LongNet's pattern. A count that needs too many steps is None, and
     `not_counted` says why. Arguments and errors are those of `count_pairs`.
     """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
-    pairs = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal)
+    num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
+    pairs = count_pairs(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     not_counted: dict[str, str] = {}
 
     def counted(name: str, count: Callable[..., T], **options: bool) -> T | None:
         try:
-            return count(pattern, num_tokens, num_heads, **options)
+            return count(pattern, num_tokens, num_kv_heads, **options)
         except NotImplementedError as error:
             not_counted[name] = str(error)
             return None
@@ -88,15 +90,15 @@ def analyse(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
     return Analysis(
         pattern=pattern,
         num_tokens=num_tokens,
-        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         is_causal=is_causal,
         pairs=pairs,
-        dense_pairs=num_heads * (num_tokens * (num_tokens + 1) // 2 if is_causal else num_tokens**2),
+        dense_pairs=num_kv_heads * (num_tokens * (num_tokens + 1) // 2 if is_causal else num_tokens**2),
         multiplicities=counted("multiplicities", count_multiplicities, is_causal=is_causal),
         balance=balance_of(pairs),
-        reach=longest_reach(pattern, num_tokens, num_heads),
-        missing_residues=missing_residues(pattern, num_heads),
-        uncrossed_boundary=pattern.first_uncrossed_boundary(num_tokens, num_heads),
+        reach=longest_reach(pattern, num_tokens, num_kv_heads),
+        missing_residues=missing_residues(pattern, num_kv_heads),
+        uncrossed_boundary=pattern.first_uncrossed_boundary(num_tokens, num_kv_heads),
         uncovered=counted("uncovered", count_uncovered),
         layers=counted("layers", layers_to_cover, is_causal=is_causal),
         not_counted=not_counted,

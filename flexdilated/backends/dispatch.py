@@ -19,7 +19,7 @@ from flexdilated.core.tracing import writes_onnx
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a checked call."""
     request = call.dispatch_key(q, k, v)
-    choice = select(call.backend, request, divided=call.num_heads != k.shape[2])
+    choice = select(call.backend, request, divided=call.num_kv_heads != k.shape[2])
     requested, call = call.backend, call.replaced(backend=choice.backend)
     if call.backend == "reference":
         return _reference(q, k, v, call)

@@ -20,7 +20,7 @@ from flexdilated.backends import DispatchKey, choose, tuned, why_not
 from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, PROVEN, Crossover, device_class, is_measured
 from flexdilated.backends.dense import flash
 from flexdilated.cli.options import DTYPES, device_named, spelled
-from flexdilated.cli.selfcheck import Candidate, Report, all_passed, candidates, self_check
+from flexdilated.cli.selfcheck import BackendKernel, Report, all_passed, candidates, self_check
 from flexdilated.core.hardware import Hardware, detect, recommended_dtype
 from flexdilated.tuning.candidates import CANDIDATES
 from flexdilated.tuning.checks import QUANTITIES
@@ -182,7 +182,7 @@ def _measured_choice(plain: DispatchKey, crossovers: tuple[Crossover, ...]) -> s
     return "; ".join(f"{choice} in {', '.join(names)}" for choice, names in dtypes_by_choice.items())
 
 
-def _reasons(candidate: Candidate, hardware: Hardware) -> dict[tuple[torch.dtype, str], str | None]:
+def _reasons(candidate: BackendKernel, hardware: Hardware) -> dict[tuple[torch.dtype, str], str | None]:
     return {(dtype, call): candidate.why_not(_request(hardware, dtype, call)) for dtype in DTYPES.values() for call in CALLS}
 
 

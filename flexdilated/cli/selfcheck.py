@@ -39,7 +39,7 @@ SWITCHES = {
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BackendKernel:
     """One row of the tables: a backend, or one kernel of the sdpa backend."""
 
     backend: str
@@ -69,7 +69,7 @@ class Check:
 class Report:
     """Cases by one backend in one dtype: all of those that it accepts, or some."""
 
-    candidate: Candidate
+    candidate: BackendKernel
     dtype: torch.dtype
     tolerance: float
     checks: tuple[Check, ...]
@@ -85,12 +85,14 @@ class Report:
         return {name: max((check.errors[name] for check in self.checks if check.errors), default=math.inf) for name in QUANTITIES}
 
 
-def candidates() -> list[Candidate]:
+def candidates() -> list[BackendKernel]:
     """Every backend in the order of `backend="auto"`, sdpa by its kernels, in their order."""
     return [
         candidate
         for backend in BACKENDS
-        for candidate in ([Candidate(backend, kernel.name) for kernel in KERNELS] if backend == "sdpa" else [Candidate(backend)])
+        for candidate in (
+            [BackendKernel(backend, kernel.name) for kernel in KERNELS] if backend == "sdpa" else [BackendKernel(backend)]
+        )
     ]
 
 
@@ -162,7 +164,7 @@ def _request(case: Case, dtype: torch.dtype, hardware: Hardware) -> DispatchKey:
     return DispatchKey(hardware, dtype, case.head_dim, case.group, case.ignored is not None, differentiable=True, wants_lse=True)
 
 
-def _check(case: Case, dtype: torch.dtype, device: torch.device, candidate: Candidate, expected: Sequence[Tensor]) -> Check:
+def _check(case: Case, dtype: torch.dtype, device: torch.device, candidate: BackendKernel, expected: Sequence[Tensor]) -> Check:
     try:
         with nullcontext() if candidate.kernel is None else sdpa_kernel(SWITCHES[candidate.kernel]):
             options = {**case.options(device), "return_lse": True, "backend": candidate.backend}

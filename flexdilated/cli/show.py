@@ -118,9 +118,9 @@ def _tile_table(groups: Sequence[HeadTiles]) -> Table:
     rows = [
         (f"each of {describe_heads(group.heads)}" if len(group.heads) > 1 else str(group.heads[0]), group.tally) for group in groups
     ]
-    num_heads = sum(len(group.heads) for group in groups)
-    if num_heads > 1:
-        rows.append((f"all {num_heads}", all_heads(groups)))
+    num_kv_heads = sum(len(group.heads) for group in groups)
+    if num_kv_heads > 1:
+        rows.append((f"all {num_kv_heads}", all_heads(groups)))
     for name, tally in rows:
         tiles = (f"{tally.partial:,}", f"{tally.full:,}", tally.density, f"{tally.packed:,}", f"{tally.pairs:,}")
         table.add_row(name, *tiles, tally.waste_raw, tally.waste_packed)

@@ -24,7 +24,9 @@ def first_near_ends(start: int, step: int, branches: Sequence[tuple[int, int]], 
     return limit
 
 
-def is_crossed(boundary: int, branches: Sequence[tuple[int, int, range]], distance: int, num_tokens: int, global_tokens: int) -> bool:
+def is_crossed(
+    boundary: int, branches: Sequence[tuple[int, int, range]], distance: int, num_tokens: int, global_tokens: int
+) -> bool:
     """Whether tokens from `boundary` on receive from all tokens that are `distance` or more before them.
 
     All receive from the global tokens. Each branch is `(length, rate, kept offsets)`. A look at the tokens near the boundary, one by one.

@@ -48,7 +48,7 @@ class Call(NamedTuple):
     shard_lengths: Sequence[int] | None = None
     sinks: Tensor | None = None  # (H,), of the heads held here: the score of one more key, of value 0, that every query sees
     first_head: int = 0  # of the key/value heads held here, among those of the model
-    num_heads: int | None = None  # key/value heads of the model; None: all of them are held here
+    num_kv_heads: int | None = None  # key/value heads of the model; None: all of them are held here
     first_sequence: int = 0  # of the batch held here, among those of all ranks
     score_mod_requires_grad: bool = False
 
@@ -60,11 +60,11 @@ class Call(NamedTuple):
         """Whether it has a score or mask function."""
         return self.score_mod is not None or self.mask_mod is not None
 
-    def part_of_heads(self, num_kv_heads: int) -> range | None:
+    def part_of_heads(self, num_held: int) -> range | None:
         """The key/value heads held here, where they are not all of the model's."""
-        if self.num_heads in (None, num_kv_heads):
+        if self.num_kv_heads in (None, num_held):
             return None
-        return range(self.first_head, self.first_head + num_kv_heads)
+        return range(self.first_head, self.first_head + num_held)
 
     def checked_scale(self) -> float:
         """The scale, of a checked call."""
@@ -90,7 +90,7 @@ class Call(NamedTuple):
 
     def op_options(self) -> OpOptions:
         """The options of a checked call that its operation needs."""
-        assert self.num_heads is not None
+        assert self.num_kv_heads is not None
         assert self.scale is not None
         return OpOptions(
             pattern=self.pattern,
@@ -99,7 +99,7 @@ class Call(NamedTuple):
             dropout_p=self.dropout_p,
             engine=self.backend,
             first_head=self.first_head,
-            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
         )
 
 

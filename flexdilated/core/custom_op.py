@@ -62,7 +62,7 @@ class OpOptions(NamedTuple):
     dropout_p: float
     engine: str  # the backend: a pinned schema has this name
     first_head: int  # of the key/value heads held here, among those of the model
-    num_heads: int  # key/value heads of the model
+    num_kv_heads: int  # key/value heads of the model; in schemas: `num_heads`
 
     def encoded(self) -> tuple[Any, ...]:
         """Plain data, which `decoded` reads."""
@@ -90,12 +90,13 @@ class Operator(NamedTuple):
 TENSORS = "Tensor q, Tensor k, Tensor v"
 MORE_TENSORS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed"
 TYPES = {DilatedPattern: "SymInt[]", Sequence[int]: "SymInt[]", int: "SymInt", float: "float", bool: "bool", str: "str", Any: "str"}
+PINNED = {"pattern": "encoded_pattern", "num_kv_heads": "num_heads"}  # names in schemas that exported programs hold
 
 
 def schema_of(fields: type[tuple[Any, ...]]) -> str:
     """The schema of the fields of a NamedTuple, for example `SymInt[] encoded_pattern, bool is_causal`."""
     hints = get_type_hints(fields).items()
-    return ", ".join(f"{TYPES[hint]} {'encoded_' if hint is DilatedPattern else ''}{name}" for name, hint in hints)
+    return ", ".join(f"{TYPES[hint]} {PINNED.get(name, name)}" for name, hint in hints)
 
 
 def declare(

@@ -14,10 +14,14 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in names.keys() & kwargs:
-                raise TypeError(f"{function.__qualname__}() takes {names[name]}, got {name}")
+            for name in kwargs:
+                if name in names:
+                    raise TypeError(f"{function.__qualname__}() takes {names[name]}, got {name}")
             return function(*args, **kwargs)
 
         return checked
 
     return decorate
+
+
+takes_num_kv_heads = renamed(num_heads="num_kv_heads, the number of key/value heads")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from flexdilated.core.boundaries import first_near_ends, is_crossed
 from flexdilated.core.branch import Branch, GlobalTokens, HeadRun, Kept, Near, Segments, Window, ceil_div, split_kinds
 from flexdilated.core.integers import as_integer, at_least_one, index_below, integer_tuple
-from flexdilated.core.keywords import renamed
+from flexdilated.core.keywords import takes_num_kv_heads
 from flexdilated.core.pattern_svg import branches_svg
 from flexdilated.core.presets import FIRST_TOKENS, causal_sizes, check_branches, gigapath_lengths
 
@@ -31,7 +31,7 @@ class DilatedPattern:
     """Segment-local dilated attention with one or more branches, as a frozen value of plain integers.
 
     >>> pattern = DilatedPattern((4, 16), (1, 4))
-    >>> [pattern.offset(1, head, num_heads=8) for head in range(8)]  # of the branch at rate 4
+    >>> [pattern.offset(1, head, num_kv_heads=8) for head in range(8)]  # of the branch at rate 4
     [0, 0, 1, 1, 2, 2, 3, 3]
 
     Branch `i` cuts the sequence in segments of `w_i` tokens and keeps, for head `h`, the positions `p` with `(p % w_i) % r_i ==
@@ -83,10 +83,9 @@ class DilatedPattern:
             object.__setattr__(self, "window", at_least_one("window", self.window))
         object.__setattr__(self, "global_tokens", as_integer("global_tokens", self.global_tokens))
         check_branches(self, MAX_LENGTH, MAX_BRANCHES)
-        if self.heads not in HEADS:
-            raise ValueError(f"heads must be one of {HEADS}, got {self.heads!r}")
-        if self.offsets not in OFFSETS:
-            raise ValueError(f"offsets must be one of {OFFSETS}, got {self.offsets!r}")
+        for name, value, known in (("heads", self.heads, HEADS), ("offsets", self.offsets, OFFSETS)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
 
     @classmethod
     def longnet(cls) -> DilatedPattern:
@@ -112,14 +111,14 @@ class DilatedPattern:
     ) -> DilatedPattern:
         """A pattern in which each branch has its own contiguous group of heads, as in the popular ports; all heads run a window.
 
-        >>> list(DilatedPattern.grouped((8, 16), (1, 2)).head_range(branch=1, num_heads=4))
+        >>> list(DilatedPattern.grouped((8, 16), (1, 2)).head_range(branch=1, num_kv_heads=4))
         [2, 3]
         """
         options: dict[str, Any] = {"window": window, "global_tokens": global_tokens, "heads": "grouped"}
         return cls(segment_lengths, dilation_rates, **options)  # type: ignore[arg-type]
 
     @classmethod
-    @renamed(num_heads="num_kv_heads, the number of key/value heads")
+    @takes_num_kv_heads
     def causal(
         cls,
         seq_len: int,
@@ -194,9 +193,8 @@ class DilatedPattern:
         [8]
         """
         optional = {"window": None, "global_tokens": 0}  # files of versions without them stay readable, and those of this one there
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values = {name: value for name, value in values.items() if name not in optional or value != optional[name]}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values if n not in optional or v != optional[n]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DilatedPattern:
@@ -212,8 +210,7 @@ class DilatedPattern:
         if not isinstance(values, Mapping):
             raise TypeError(f"pattern must be a mapping, got {values!r}")
         names = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - names, key=str)
-        if unknown:
+        if unknown := sorted(set(values) - names, key=str):
             raise ValueError(f"pattern keys must be among {sorted(names)}, got {unknown}")
         missing = sorted({"segment_lengths", "dilation_rates"} - set(values))
         if missing and values.get("window") is None and not values.get("global_tokens"):
@@ -225,9 +222,8 @@ class DilatedPattern:
         rule = "grouped by branch" if self.heads == "grouped" else f"{self.offsets} offsets"
         flags = [name for name in ("zero_padding", "detach_weights") if getattr(self, name)]
         branches, near = self.split("the picture of a notebook")
-        words = [f"window of {near.window:,} tokens"] * (near.window > 0) + [f"first {near.global_tokens:,}"] * (
-            near.global_tokens > 0
-        )
+        words = [f"window of {near.window:,} tokens"] * (near.window > 0)
+        words += [f"first {near.global_tokens:,}"] * (near.global_tokens > 0)
         words += [f"{w:,} tokens, rate {r}" for w, r in branches]
         return branches_svg(branches, near.window, near.global_tokens, repr(self), [", ".join([rule, *flags]), *words])
 
@@ -257,36 +253,37 @@ class DilatedPattern:
         """Whether `detach_weights` changes a gradient: one branch alone has a mixing weight of 1."""
         return self.detach_weights and len(self.branches) > 1
 
-    def kept(self, head: int, num_heads: int, consumer: str) -> tuple[Kept, ...]:
+    def kept(self, head: int, num_kv_heads: int, consumer: str) -> tuple[Kept, ...]:
         """The branches of segments that a head runs, in order, with its offsets. For code that also knows `split`'s near pairs.
 
         Raises:
             NotImplementedError: As `split`.
         """
         return tuple(
-            Kept(length, rate, self.offset(i, head, num_heads))
+            Kept(length, rate, self.offset(i, head, num_kv_heads))
             for i, (length, rate) in enumerate(self.split(consumer)[0])
-            if head in self.head_range(i, num_heads)
+            if head in self.head_range(i, num_kv_heads)
         )
 
-    def check_heads(self, num_heads: int) -> None:
+    def check_heads(self, num_kv_heads: int) -> None:
         """Raise if `heads="grouped"` has more branches than heads: some branches would never be computed.
 
         Raises:
             ValueError: If there is no head, or some branch would have none.
         """
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
-        if self.heads == "grouped" and num_heads < len(self.segment_lengths):
+        if num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads must be at least 1, got {num_kv_heads}")
+        if self.heads == "grouped" and num_kv_heads < len(self.segment_lengths):
             raise ValueError(
-                f"pattern must have at most one branch per key/value head={num_heads} under heads='grouped', got "
+                f"pattern must have at most one branch per key/value head={num_kv_heads} under heads='grouped', got "
                 f"{len(self.segment_lengths)} branches; use more heads, fewer branches or heads='all'"
             )
 
-    def head_range(self, branch: int, num_heads: int) -> range:
+    @takes_num_kv_heads
+    def head_range(self, branch: int, num_kv_heads: int) -> range:
         """The heads that run a branch. Under grouped-query attention these are key/value heads.
 
-        >>> DilatedPattern.grouped((8, 16), (1, 2)).head_range(0, num_heads=5)
+        >>> DilatedPattern.grouped((8, 16), (1, 2)).head_range(0, num_kv_heads=5)
         range(0, 3)
 
         Raises:
@@ -294,19 +291,20 @@ class DilatedPattern:
             TypeError: If a number is not an integer.
             NotImplementedError: As `split`.
         """
-        branch, num_heads = index_below("branch", branch, len(self.branches)), as_integer("num_heads", num_heads)
-        self.check_heads(num_heads)
+        branch, num_kv_heads = index_below("branch", branch, len(self.branches)), as_integer("num_kv_heads", num_kv_heads)
+        self.check_heads(num_kv_heads)
         segments, _ = split_kinds(self.branches[branch : branch + 1], "head_range")
         if self.heads == "all" or not segments:
-            return range(num_heads)
-        size, larger = num_heads // len(self.segment_lengths), num_heads % len(self.segment_lengths)  # a symbol has no divmod
+            return range(num_kv_heads)
+        size, larger = num_kv_heads // len(self.segment_lengths), num_kv_heads % len(self.segment_lengths)  # a symbol has no divmod
         start = branch * size + min(branch, larger)
         return range(start, start + size + (branch < larger))
 
-    def offset(self, branch: int, head: int, num_heads: int) -> int:
+    @takes_num_kv_heads
+    def offset(self, branch: int, head: int, num_kv_heads: int) -> int:
         """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`; 0 for other kinds.
 
-        >>> DilatedPattern((16,), (4,)).offset(0, head=7, num_heads=8)
+        >>> DilatedPattern((16,), (4,)).offset(0, head=7, num_kv_heads=8)
         3
 
         Raises:
@@ -314,7 +312,7 @@ class DilatedPattern:
             TypeError: If a number is not an integer.
             NotImplementedError: As `split`.
         """
-        branch, head = index_below("branch", branch, len(self.branches)), index_below("head", head, num_heads)
+        branch, head = index_below("branch", branch, len(self.branches)), index_below("head", head, num_kv_heads)
         segments, _ = split_kinds(self.branches[branch : branch + 1], "offset")
         if not segments:
             return 0
@@ -323,32 +321,34 @@ class DilatedPattern:
             return branch % rate
         if self.offsets == "interleaved":
             return head % rate
-        return head // ceil_div(num_heads, rate)
+        return head // ceil_div(num_kv_heads, rate)
 
-    def head_runs(self, branch: int, num_heads: int, within: range | None = None) -> tuple[HeadRun, ...]:
+    @takes_num_kv_heads
+    def head_runs(self, branch: int, num_kv_heads: int, within: range | None = None) -> tuple[HeadRun, ...]:
         """The heads of a branch gathered by offset, in ascending order of the offset.
 
         Args:
             branch: Which branch.
-            num_heads: Of the whole model.
+            num_kv_heads: Of the whole model.
             within: The consecutive heads that are held here; runs count heads from its start. Default: all of them.
 
         Raises:
             ValueError: If there is no such branch, or some of the heads held here do not exist.
         """
-        if within is not None and not (within.step == 1 and within.start >= 0 and within.stop <= num_heads):
-            raise ValueError(f"within must hold consecutive heads in [0, {num_heads}), got {within}")
+        if within is not None and not (within.step == 1 and within.start >= 0 and within.stop <= num_kv_heads):
+            raise ValueError(f"within must hold consecutive heads in [0, {num_kv_heads}), got {within}")
         first = 0 if within is None else within.start
         by_offset: dict[int, list[int]] = {}
-        for head in self.head_range(branch, num_heads):
+        for head in self.head_range(branch, num_kv_heads):
             if within is None or head in within:
-                by_offset.setdefault(self.offset(branch, head, num_heads), []).append(head - first)
+                by_offset.setdefault(self.offset(branch, head, num_kv_heads), []).append(head - first)
         return tuple(
             HeadRun(offset, heads[0], heads[1] - heads[0] if len(heads) > 1 else 1, len(heads))
             for offset, heads in sorted(by_offset.items())
         )
 
-    def crosses_boundaries(self, num_tokens: int, num_heads: int) -> bool:
+    @takes_num_kv_heads
+    def crosses_boundaries(self, num_tokens: int, num_kv_heads: int) -> bool:
         """Whether the pattern is connected: causal information from every token reaches all tokens well after it.
 
         >>> DilatedPattern((16, 64), (1, 2)).crosses_boundaries(64, 4), DilatedPattern((16,), (1,)).crosses_boundaries(64, 4)
@@ -362,15 +362,16 @@ class DilatedPattern:
 
         Args:
             num_tokens: Sequence length N.
-            num_heads: Heads H. Under grouped-query attention these are key/value heads.
+            num_kv_heads: Key/value heads, which may be fewer than query heads.
 
         Raises:
             ValueError: If a number is below 1, or some branch would have no head.
             TypeError: If a number is not an integer.
         """
-        return self.first_uncrossed_boundary(num_tokens, num_heads) is None
+        return self.first_uncrossed_boundary(num_tokens, num_kv_heads) is None
 
-    def first_uncrossed_boundary(self, num_tokens: int, num_heads: int) -> int | None:
+    @takes_num_kv_heads
+    def first_uncrossed_boundary(self, num_tokens: int, num_kv_heads: int) -> int | None:
         """The first position that stops `crosses_boundaries` from being true, or None for a connected pattern.
 
         >>> DilatedPattern((16,), (1,)).first_uncrossed_boundary(64, 4)
@@ -380,13 +381,13 @@ class DilatedPattern:
         It is in `[1, N)`: the end of the sequence is no boundary. Without a rate-1 branch the answer is 1. Arguments and errors are
         those of `crosses_boundaries`.
         """
-        num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
-        self.check_heads(num_heads)
+        num_tokens, num_kv_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_kv_heads", num_kv_heads)
+        self.check_heads(num_kv_heads)
         segments, near = self.split("crosses_boundaries")
         if near.window > 1:  # each token sees the one before it
             return None
         block = self.run_of_neighbours
-        branches = [(*branch, self.kept_offsets(i, num_heads)) for i, branch in enumerate(segments)]
+        branches = [(*branch, self.kept_offsets(i, num_kv_heads)) for i, branch in enumerate(segments)]
         far = {(length, rate) for length, rate, offsets in branches if 1 < rate <= (block + 1) // 2 and len(offsets) == rate}
         if any(length >= num_tokens for length, _ in far):
             return None
@@ -405,27 +406,30 @@ class DilatedPattern:
         """Length of the runs of tokens in which segments of rate 1 join each token to the next; 1 without such segments."""
         return math.lcm(*(length for length, rate in self.split("run_of_neighbours")[0] if rate == 1))
 
-    def kept_offsets(self, branch: int, num_heads: int) -> range:
+    def kept_offsets(self, branch: int, num_kv_heads: int) -> range:
         """The residues modulo the rate of a branch that some head keeps."""
         rate = self.dilation_rates[branch]
         if self.heads == "grouped":
             return range(branch % rate, branch % rate + 1)
-        return range(min(rate, num_heads) if self.offsets == "interleaved" else self.offset(branch, num_heads - 1, num_heads) + 1)
+        sharing = ceil_div(num_kv_heads, rate)  # heads of one offset
+        return range(min(rate, num_kv_heads) if self.offsets == "interleaved" else ceil_div(num_kv_heads, sharing))
 
-    def first_token_without_head(self, num_tokens: int, num_heads: int) -> int | None:
+    @takes_num_kv_heads
+    def first_token_without_head(self, num_tokens: int, num_kv_heads: int) -> int | None:
         """The first of the tokens that no head of any branch keeps; None if there is none among the first 1,024."""
         segments, near = self.split("first_token_without_head")
         if near.window:
             return None
-        branches = [(w, r, self.kept_offsets(i, num_heads)) for i, (w, r) in enumerate(segments)]
+        branches = [(w, r, self.kept_offsets(i, num_kv_heads)) for i, (w, r) in enumerate(segments)]
         is_kept = any(len(offsets) == r for _, r, offsets in branches)
         tokens = range(near.global_tokens, 0 if is_kept else min(num_tokens, 1024))
         return next((p for p in tokens if all(p % w % r not in offsets for w, r, offsets in branches)), None)
 
-    def count_pairs(self, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int:
+    @takes_num_kv_heads
+    def count_pairs(self, num_tokens: int, num_kv_heads: int, *, is_causal: bool = False) -> int:
         """How many (query, key) pairs are scored, over all heads and branches, a pair that counts m times counted m times.
 
-        >>> DilatedPattern((16,), (1,)).count_pairs(64, num_heads=1), 64 // 16 * 16**2
+        >>> DilatedPattern((16,), (1,)).count_pairs(64, num_kv_heads=1), 64 // 16 * 16**2
         (1024, 1024)
 
         The useful work of the pattern: forward attention costs `4 * head_dim` floating-point operations per pair. Zero keys of
@@ -437,10 +441,10 @@ class DilatedPattern:
         """
         if not isinstance(is_causal, bool):
             raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-        num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
+        num_tokens, num_kv_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_kv_heads", num_kv_heads)
         segments, near = self.split("count_pairs")
-        total = num_heads * near.count_pairs(num_tokens, is_causal=is_causal)
+        total = num_kv_heads * near.count_pairs(num_tokens, is_causal=is_causal)
         for branch, (length, rate) in enumerate(segments):
-            for run in self.head_runs(branch, num_heads):
+            for run in self.head_runs(branch, num_kv_heads):
                 total += run.heads * Kept(length, rate, run.offset).count_pairs(num_tokens, is_causal=is_causal, near=near)
         return total

@@ -66,7 +66,7 @@ FEWER_RUNS, SHORT_RUN = 2, 512
 _Sizes = tuple[int, int, int]  # of `_segment_sizes`
 
 
-class _Rows(NamedTuple):
+class _EqualSegments(NamedTuple):
     """Segments of one branch and offset that have the same shape."""
 
     first: int
@@ -79,17 +79,17 @@ class _Rows(NamedTuple):
 def plan_pieces(
     pattern: DilatedPattern,
     documents: Documents,
-    num_heads: int,
+    num_kv_heads: int,
     is_causal: bool,
     within: range | None = None,
 ) -> tuple[Piece, ...]:
     """The boxes that make up a pattern over packed documents, of each `(first token, number of tokens)`.
 
-    A branch that keeps every position of every head comes first, and its pieces say so. Of `num_heads` key/value heads of the model
-    the tensors hold those `within`, by default all. Zero keys lie behind every real query, so a causal pattern has none.
+    A branch that keeps every position of every head comes first, and its pieces say so. Of `num_kv_heads` heads of the model the
+    tensors hold those `within`, by default all. Zero keys lie behind every real query, so a causal pattern has none.
     """
     plan = _plan.function if torch.compiler.is_compiling() else _plan
-    return plan(pattern, documents, num_heads, is_causal, within)
+    return plan(pattern, documents, num_kv_heads, is_causal, within)
 
 
 def runs_of(documents: Documents) -> list[tuple[int, int, int]]:
@@ -166,14 +166,16 @@ def refuse_shifts(pattern: DilatedPattern, documents: Iterable[tuple[int, ...]],
 
 @recent(size=lambda pieces, pattern, documents, *rest: PIECE_BYTES * len(pieces) + DOCUMENT_BYTES * len(documents))
 def _plan(
-    pattern: DilatedPattern, documents: Documents, num_heads: int, is_causal: bool, within: range | None
+    pattern: DilatedPattern, documents: Documents, num_kv_heads: int, is_causal: bool, within: range | None
 ) -> tuple[Piece, ...]:
     refuse_shifts(pattern, documents, "here")
     spans = [(start, num_tokens, None) for start, num_tokens in documents if num_tokens]
     return tuple(
         piece
         for i in branch_order(pattern)
-        for piece in document_pieces(pattern, i, spans, num_heads, is_causal, within=within, covers=i == everything_kept(pattern))
+        for piece in document_pieces(
+            pattern, i, spans, num_kv_heads, is_causal, within=within, covers=i == everything_kept(pattern)
+        )
     )
 
 
@@ -195,7 +197,7 @@ def segment_pieces(
     branch: int,
     start: int,
     num_tokens: int,
-    num_heads: int,
+    num_kv_heads: int,
     is_causal: bool,
     *,
     within: range | None = None,
@@ -208,7 +210,7 @@ def segment_pieces(
     `runs` are the pattern's `head_runs` of the branch, where they are known.
     """
     all_segments, near = pattern.split("pieces")
-    runs = pattern.head_runs(branch, num_heads, within) if runs is None else runs
+    runs = pattern.head_runs(branch, num_kv_heads, within) if runs is None else runs
     if branch >= len(all_segments):
         is_window = isinstance(pattern.branches[branch], Window)
         for run in runs:
@@ -219,7 +221,7 @@ def segment_pieces(
     length, rate = all_segments[branch]
     length = min(length, num_tokens)
     sizes = list(_segment_sizes(length, num_tokens, segments, near.global_tokens))
-    runs_by_shape: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
+    runs_by_shape: dict[tuple[_EqualSegments, int, int], list[HeadRun]] = {}
     for run in runs:
         for rows in _segment_rows(pattern, run.offset, length, rate, is_causal, sizes):
             runs_by_shape.setdefault((rows, run.heads, run.step), []).append(run)
@@ -302,7 +304,7 @@ def document_pieces(
     pattern: DilatedPattern,
     branch: int,
     documents: Sequence[tuple[int, int, range | None]],
-    num_heads: int,
+    num_kv_heads: int,
     is_causal: bool,
     *,
     within: range | None,
@@ -313,11 +315,11 @@ def document_pieces(
     Neighbours of equal length share boxes: a document is then one more segment.
     """
 
-    runs = pattern.head_runs(branch, num_heads, within)
+    runs = pattern.head_runs(branch, num_kv_heads, within)
 
     def pieces(start: int, num_tokens: int, segments: range | None) -> Iterator[Piece]:
         return segment_pieces(
-            pattern, branch, start, num_tokens, num_heads, is_causal, within=within, segments=segments, covers=covers, runs=runs
+            pattern, branch, start, num_tokens, num_kv_heads, is_causal, within=within, segments=segments, covers=covers, runs=runs
         )
 
     if len(documents) == 1:  # whose length a compiler may know by a symbol alone
@@ -367,14 +369,14 @@ def _segment_sizes(length: int, num_tokens: int, segments: range | None, global_
 
 def _segment_rows(
     pattern: DilatedPattern, offset: int, length: int, rate: int, is_causal: bool, sizes: list[_Sizes]
-) -> Iterator[_Rows]:
+) -> Iterator[_EqualSegments]:
     """The rows that one offset keeps of segments of some sizes, after those of the global tokens."""
     padded, kept = ceil_div(length, rate), Kept(length, rate, offset)  # rows of any offset in a segment padded to whole rates
     for first, count, size in sizes:
         skipped = kept.rows(min(max(pattern.global_tokens - first * length, 0), size))
         rows = kept.rows(size) - skipped
         if rows:
-            yield _Rows(first, count, skipped, rows, padded - rows if pattern.zero_padding and not is_causal else 0)
+            yield _EqualSegments(first, count, skipped, rows, padded - rows if pattern.zero_padding and not is_causal else 0)
 
 
 def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:

@@ -77,8 +77,8 @@ def _attend_shifted_branch(
 
 def _branch_heads(call: Call, branch: int, kv_heads: int) -> range:
     """The key/value heads of these tensors that run a branch, counted from the first one held."""
-    assert call.num_heads is not None
-    run = call.pattern.head_range(branch, call.num_heads)
+    assert call.num_kv_heads is not None
+    run = call.pattern.head_range(branch, call.num_kv_heads)
     return range(max(run.start - call.first_head, 0), min(run.stop - call.first_head, kv_heads))
 
 
@@ -94,17 +94,20 @@ def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, att
     else:
         alone = replace(pattern, segment_lengths=(), dilation_rates=(), **rules)
     call = call.replaced(pattern=alone, return_lse=True)
-    assert call.num_heads is not None
+    assert call.num_kv_heads is not None
     if pattern.heads == "grouped" and branch < len(segments):
         # The branch's heads keep one offset: that of as many blocked heads in a model of `rate` times as many.
-        run, group = pattern.head_range(branch, call.num_heads), q.shape[2] // kv_heads
+        run, group = pattern.head_range(branch, call.num_kv_heads), q.shape[2] // kv_heads
         padding = (group * run_heads.start, group * (kv_heads - run_heads.stop))
         q = q[:, :, padding[0] : q.shape[2] - padding[1]]
         k, v = (x[:, :, run_heads.start : run_heads.stop] for x in (k, v))
         call = call.replaced(
             pattern=replace(alone, offsets="blocked"),
-            first_head=len(run) * pattern.offset(branch, run.start, call.num_heads) + run_heads.start + call.first_head - run.start,
-            num_heads=len(run) * rate,
+            first_head=len(run) * pattern.offset(branch, run.start, call.num_kv_heads)
+            + run_heads.start
+            + call.first_head
+            - run.start,
+            num_kv_heads=len(run) * rate,
         )
     out, lse = attend(q, k, v, call)
     assert lse is not None

@@ -219,7 +219,7 @@ class DilatedKVCache:
             RuntimeError: If a sequence grows beyond `max_length`.
         """
         scale = check_scale(scale, self.dtype)
-        part: dict[str, Any] = {"first_head": self.first_head, "num_heads": self.total_kv_heads}
+        part: dict[str, Any] = {"first_head": self.first_head, "num_kv_heads": self.total_kv_heads}
         call = Call(pattern=self.pattern, is_causal=True, scale=scale, backend=backend, sinks=sinks, **part)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)

@@ -15,7 +15,7 @@ from flexdilated.core.pattern import MAX_LENGTH, DilatedPattern
 from flexdilated.core.tracing import reads_freely
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What one new token per sequence sees once it is stored, and where it is stored."""
 
     places: Tensor  # (B, heads, branches, D): the row of the token; where a branch does not keep it, its row in another branch
@@ -27,8 +27,8 @@ class Plan(NamedTuple):
 class Layout:
     """The rows of the heads among `heads` that run the same branches, as `Store` describes them.
 
-    `self.heads` count from the first of `heads`. `num_heads`: heads of the model. `max_length`: tokens of the longest sequence.
-    `like` `(..., D)` has the head dim, dtype and device.
+    `self.heads` count from the first of `heads`. `total_kv_heads`: heads of the model. `max_length`: tokens of the longest
+    sequence. `like` `(..., D)` has the head dim, dtype and device.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Layout:
         pattern: DilatedPattern,
         branches: tuple[int, ...],
         heads: range,
-        num_heads: int,
+        total_kv_heads: int,
         max_length: int | None,
         like: Tensor,
         rank: int,
@@ -44,8 +44,8 @@ class Layout:
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self.head_dim, self.dtype, device = like.shape[-1], like.dtype, like.device
-        self.key = (pattern, branches, heads, num_heads, max_length, self.head_dim, self.dtype, device, rank, num_ranks)
-        model_heads = [head for head in pattern.head_range(branches[0], num_heads) if head in heads]
+        self.key = (pattern, branches, heads, total_kv_heads, max_length, self.head_dim, self.dtype, device, rank, num_ranks)
+        model_heads = [head for head in pattern.head_range(branches[0], total_kv_heads) if head in heads]
         first = model_heads[0] - heads.start
         self.num_kv_heads, self.heads = len(heads), range(first, first + len(model_heads))
         self.has_all_heads = len(model_heads) == len(heads)
@@ -62,7 +62,7 @@ class Layout:
         longest = MAX_LENGTH if max_length is None else max_length
         self.rows = [-(-num_kept(min(w, end, longest), r, 0) // num_ranks) for (w, r), end in zip(self.branches, ends)]
         self.starts = [sum(self.rows[:i]) for i in range(len(self.rows))]
-        offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in model_heads]
+        offsets = [[pattern.offset(i, head, total_kv_heads) for i in branches] for head in model_heads]
         self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
         columns = (*zip(*self.branches), self.starts, [rows - 1 for rows in self.rows], apart, least, ends)
         numbers = [torch.tensor(x, device=device) for x in columns]
@@ -165,7 +165,7 @@ class Layout:
         """The row of tokens in their segments, over all ranks."""
         return positions[..., None] % self.lengths_of_segments // self.rates
 
-    def _plan(self, positions: Tensor, is_new: Tensor | None) -> Plan:
+    def _plan(self, positions: Tensor, is_new: Tensor | None) -> StepPlan:
         keeps = self.keeps(positions[:, None])
         unreached = ~keeps.any(-1, keepdim=True)
         seen = torch.cat(self.stored_seen(positions[:, None], positions + 1, keeps), dim=-1)  # the token itself is stored
@@ -177,14 +177,14 @@ class Layout:
             stores = stores & (self._row(positions) % self.num_ranks == self.rank)[:, None]
         places = torch.where(stores, self.index(positions)[:, None], -1)
         places = torch.where(stores, places, places.amax(-1, keepdim=True).clamp(min=0))
-        return Plan(
+        return StepPlan(
             places[..., None].expand(-1, -1, -1, self.head_dim),
             ~stores.any(-1)[..., None, None],
             torch.where(seen, self.bias_seen, self.bias_hidden),
             unreached,
         )
 
-    def next_plan(self, lengths: Tensor, added: Tensor) -> Plan:
+    def next_plan(self, lengths: Tensor, added: Tensor) -> StepPlan:
         """The plan of one token per sequence after `lengths` `(B,)` others, stored where `added` `(B,)` is above 0.
 
         On a CPU, layers of equal layout share it. Plans repeat after a whole period behind the global tokens: no window and no
@@ -215,23 +215,23 @@ class Layout:
 
 
 def layouts_of(
-    pattern: DilatedPattern, heads: range, num_heads: int, max_length: int | None, like: Tensor, rank: int, num_ranks: int
+    pattern: DilatedPattern, heads: range, total_kv_heads: int, max_length: int | None, like: Tensor, rank: int, num_ranks: int
 ) -> list[Layout]:
     """One layout for all heads, or with `heads="grouped"` one per branch that some of the heads run."""
     branches, segments = range(len(pattern.branches)), len(pattern.segment_lengths)
     # A window and the global tokens are the last branches, of all heads.
     runs = [(i, *branches[segments:]) for i in range(segments)] if pattern.heads == "grouped" and segments else [tuple(branches)]
-    run_here = [run for run in runs if any(head in heads for head in pattern.head_range(run[0], num_heads))]
-    return [Layout(pattern, run, heads, num_heads, max_length, like=like, rank=rank, num_ranks=num_ranks) for run in run_here]
+    run_here = [run for run in runs if any(head in heads for head in pattern.head_range(run[0], total_kv_heads))]
+    return [Layout(pattern, run, heads, total_kv_heads, max_length, like=like, rank=rank, num_ranks=num_ranks) for run in run_here]
 
 
-def _size_of(plan: Plan, layout: Layout, positions: tuple[int, ...], is_new: object) -> int:
+def _size_of(plan: StepPlan, layout: Layout, positions: tuple[int, ...], is_new: object) -> int:
     return sum(x.untyped_storage().nbytes() for x in plan if x is not None) + 48 * len(positions)
 
 
 @recent(_size_of, room=1 << 24)
 @in_no_mode
-def _plan_of(layout: Layout, positions: tuple[int, ...], is_new: tuple[bool, ...] | None) -> Plan:
+def _plan_of(layout: Layout, positions: tuple[int, ...], is_new: tuple[bool, ...] | None) -> StepPlan:
     device = layout.offsets.device  # not the default device
     new = None if is_new is None else torch.tensor(is_new, device=device)
     plan = layout._plan(torch.tensor(positions, device=device), new)

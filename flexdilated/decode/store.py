@@ -15,7 +15,7 @@ from flexdilated.backends.dense.sdpa import attend_masked
 from flexdilated.core.call import Call
 from flexdilated.core.lse import sink_scale
 from flexdilated.core.tracing import reads_freely
-from flexdilated.decode.layout import Layout, Plan
+from flexdilated.decode.layout import Layout, StepPlan
 from flexdilated.decode.tokens import Tokens
 
 
@@ -98,7 +98,7 @@ class Store:
         out = self._softmax(q, rows, mask, unreached, call)
         return out.unflatten(2, (group, num_tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def attend_one(self, q: Tensor, new: Tokens, plan: Plan, call: Call) -> Tensor:
+    def attend_one(self, q: Tensor, new: Tokens, plan: StepPlan, call: Call) -> Tensor:
         """Store one token per sequence by its plan, and attend to it and the other rows it sees: as `attend`, for T = 1."""
         has_marks = self._may_see_marks(new)
         for stored, x in zip(self.rows_held, self._own_rows(new, has_marks)):

@@ -18,7 +18,7 @@ from flexdilated.core.checks import check_mods, check_sinks
 BATCH, TOKENS, HEADS = 0, 1, 2
 
 
-class _Layout(NamedTuple):
+class _ShardedDims(NamedTuple):
     """Which dim of `(B, N, H, D)` each axis of a mesh shards, None where it replicates."""
 
     mesh: DeviceMesh
@@ -60,7 +60,7 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     return local[0], local[1], local[2], call, Wrap(q.device_mesh, q.placements, q.shape, layout.dims)
 
 
-def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceMesh | None) -> Call:
+def _narrowed(q: DTensor, k: DTensor, layout: _ShardedDims, call: Call, mesh: DeviceMesh | None) -> Call:
     """The call on this rank's local tensors; `mesh`: the ranks that share the tokens."""
     axis = layout.axis(TOKENS)
     if axis is not None:
@@ -92,7 +92,7 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
         mask = mask.redistribute(q.device_mesh, placements).to_local()
     if isinstance(borders, DTensor):
         borders = borders.full_tensor()
-    first_head, num_heads = _heads(q, k, layout)
+    first_head, num_kv_heads = _heads(q, k, layout)
     group, sinks = q.shape[HEADS] // k.shape[HEADS], call.sinks
     if sinks is not None:
         check_sinks(sinks, q)
@@ -107,7 +107,7 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
         cu_seqlens=borders,
         sinks=sinks,
         first_head=first_head,
-        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         first_sequence=first_sequence,
     )
 
@@ -133,12 +133,12 @@ class Wrap(NamedTuple):
         return DTensor.from_local(x, self.mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
 
 
-def _layout(q: DTensor) -> _Layout:
+def _layout(q: DTensor) -> _ShardedDims:
     dims = tuple(_dim(placement) for placement in q.placements)
     for dim, name in ((BATCH, "batch"), (TOKENS, "tokens"), (HEADS, "heads")):
         if dims.count(dim) > 1:
             raise NotImplementedError(f"q must be sharded on the {name} by at most one axis of its mesh, got {q.placements}")
-    return _Layout(q.device_mesh, dims)
+    return _ShardedDims(q.device_mesh, dims)
 
 
 def _dim(placement: Placement) -> int | None:
@@ -162,7 +162,7 @@ def _axis_of(mesh: DeviceMesh, axis: int) -> DeviceMesh:
     return mesh[mesh.mesh_dim_names[axis]]
 
 
-def _heads(q: DTensor, k: DTensor, layout: _Layout) -> tuple[int, int | None]:
+def _heads(q: DTensor, k: DTensor, layout: _ShardedDims) -> tuple[int, int | None]:
     """The first key/value head held here, and how many there are in all where that is a part."""
     axis = layout.axis(HEADS)
     if axis is None:

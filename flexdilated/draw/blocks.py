@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from flexdilated.analysis.lattice import checked
 from flexdilated.core.integers import at_least_one
+from flexdilated.core.keywords import takes_num_kv_heads
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 from flexdilated.draw.tiles import Cell, HeadTiles, all_heads, head_tiles
@@ -23,10 +24,11 @@ PICTURE_CELLS = 512  # per side
 CELL_COLORS = (FUTURE, APART, "#c7e9b4", "#7fcdbb", "#1d91c0", "#081d58")
 
 
+@takes_num_kv_heads
 def draw_blocks(
     pattern: DilatedPattern,
     num_tokens: int,
-    num_heads: int,
+    num_kv_heads: int,
     *,
     block_size: int = BLOCK_SIZE,
     is_causal: bool = False,
@@ -40,7 +42,7 @@ def draw_blocks(
     Args:
         pattern: As in `draw`.
         num_tokens: As in `draw`.
-        num_heads: As in `draw`.
+        num_kv_heads: As in `draw`.
         block_size: Tokens per side of a tile.
         is_causal: As in `draw`.
         name: As in `draw`.
@@ -49,16 +51,16 @@ def draw_blocks(
         ValueError: If a number is below 1, or some branch would have no head.
         TypeError: If an argument has the wrong type.
     """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
+    num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     block_size = at_least_one("block_size", block_size)
-    picture, _ = block_panels(pattern, num_tokens, num_heads, block_size, PICTURE_CELLS, is_causal=is_causal, name=name)
+    picture, _ = block_panels(pattern, num_tokens, num_kv_heads, block_size, PICTURE_CELLS, is_causal=is_causal, name=name)
     return figure_of(picture)
 
 
 def block_panels(
     pattern: DilatedPattern,
     num_tokens: int,
-    num_heads: int,
+    num_kv_heads: int,
     block_size: int,
     most: int,
     *,
@@ -67,12 +69,12 @@ def block_panels(
 ) -> tuple[Panels, list[HeadTiles]]:
     """The panels of `draw_blocks`, with at most `most` cells per side, and the tiles that they show."""
     group = math.ceil(math.ceil(num_tokens / block_size) / most)
-    groups = head_tiles(pattern, num_tokens, num_heads, block_size, group, is_causal=is_causal)
+    groups = head_tiles(pattern, num_tokens, num_kv_heads, block_size, group, is_causal=is_causal)
     panels = []
     for heads, tally, cells in groups:
         lines = [f"{tally.density} visited", f"waste: raw {tally.waste_raw}, packed {tally.waste_packed}"]
         # More outlines than these would hide the tiles.
-        panels.append(head_panel(pattern, heads, num_heads, cells, lines, shortest=-(-num_tokens // 64)))
+        panels.append(head_panel(pattern, heads, num_kv_heads, cells, lines, shortest=-(-num_tokens // 64)))
     labels = {Cell.NONE: "not visited", Cell.VISITED: "partial", Cell.FULL: "full"}
     if group > 1:
         labels = {
@@ -83,7 +85,7 @@ def block_panels(
             Cell.FULL: "all full",
         }
     density = f"{all_heads(groups).density} of tiles visited"
-    title = pattern_title(pattern, num_tokens, num_heads, is_causal=is_causal, name=name, density=density)
+    title = pattern_title(pattern, num_tokens, num_kv_heads, is_causal=is_causal, name=name, density=density)
     picture = Panels(
         title=[*title, "waste: pairs in visited tiles / useful pairs summed over branches"],
         panels=panels,

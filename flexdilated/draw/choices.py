@@ -68,7 +68,7 @@ def draw_choices(choices: Choices) -> Figure:
     axes.margins(0.12)  # room for numbers
     axes.spines[["top", "right"]].set_visible(False)
     kind = "causal" if choices.is_causal else "not causal"
-    heads = f"{choices.num_heads} key/value head{'s' * (choices.num_heads != 1)}"
+    heads = f"{choices.num_kv_heads} key/value head{'s' * (choices.num_kv_heads != 1)}"
     axes.set_title(f"{choices.num_tokens:,} tokens, {heads}, {kind}", fontsize=11, weight="bold", color=INK)
     figure.legend(loc="outside lower center", ncols=4, fontsize=10, frameon=False, handletextpad=0.3, columnspacing=1.2)
     _number(axes, points, [(100 * each.share, max(1, each.local)) for each in choices.tried], 100 * choices.budget)

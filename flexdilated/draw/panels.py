@@ -55,26 +55,26 @@ class Panels:
 def head_panel(
     pattern: DilatedPattern,
     heads: Sequence[int],
-    num_heads: int,
+    num_kv_heads: int,
     cells: NDArray[np.int64],
     lines: Sequence[str],
     *,
     shortest: int = 1,
 ) -> Panel:
     """The panel of heads that are equal, with segments of at least `shortest` tokens outlined."""
-    lengths = [branch.length for branch in pattern.kept(heads[0], num_heads, "pictures")]
-    title = [_head_title(pattern, heads, num_heads), *map(_unbroken, lines)]
+    lengths = [branch.length for branch in pattern.kept(heads[0], num_kv_heads, "pictures")]
+    title = [_head_title(pattern, heads, num_kv_heads), *map(_unbroken, lines)]
     return Panel(title, cells, [length for length in lengths if length >= shortest], pattern.window or 0)
 
 
 def pattern_title(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool, name: str | None, density: str
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool, name: str | None, density: str
 ) -> list[str]:
     """The title of a picture, in lines."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a str, got {name!r}")
     rule = " grouped by branch" if pattern.heads == "grouped" else f", {pattern.offsets} offsets"
-    heads = "1 head" if num_heads == 1 else f"{num_heads} heads"
+    heads = "1 head" if num_kv_heads == 1 else f"{num_kv_heads} heads"
     tokens = "1 token" if num_tokens == 1 else f"{num_tokens:,} tokens"
     return [
         *([] if name is None else [name]),
@@ -98,10 +98,10 @@ def _unbroken(text: str) -> str:
     return text.replace(" ", NO_BREAK)
 
 
-def _head_title(pattern: DilatedPattern, heads: Sequence[int], num_heads: int) -> str:
+def _head_title(pattern: DilatedPattern, heads: Sequence[int], num_kv_heads: int) -> str:
     """The title of a panel of heads that run the same branches."""
-    branches = pattern.kept(heads[0], num_heads, "pictures")
-    offsets = {", ".join(str(branch.offset) for branch in pattern.kept(head, num_heads, "pictures")) for head in heads}
+    branches = pattern.kept(heads[0], num_kv_heads, "pictures")
+    offsets = {", ".join(str(branch.offset) for branch in pattern.kept(head, num_kv_heads, "pictures")) for head in heads}
     name = f"head{'' if len(heads) == 1 else 's'} {describe_heads(heads)}"
     if not branches:
         return name

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import checked
 from flexdilated.core.branch import Near, Window
+from flexdilated.core.keywords import takes_num_kv_heads
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pattern_svg import WINDOW_COLOR
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
@@ -25,13 +26,14 @@ SCALE = ("#74c9bd", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58")
 
 MAX_HEADS = 64  # that can be seen in a picture
 CELLS = 1024  # per side of a picture
-Rows = tuple[Any, Any]  # the first, and the one after the last; arrays that broadcast
+Ends = tuple[Any, Any]  # the first, and the one after the last; arrays that broadcast
 # Where a cell is many pairs, its colour is by joins per pair.
 SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1)
 SHARE_NAMES = ("up to 1/256", "up to 1/64", "up to 1/16", "up to 1/4", "up to 1", "more than 1")
 
 
-def multiplicity(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> NDArray[np.int64]:
+@takes_num_kv_heads
+def multiplicity(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool = False) -> NDArray[np.int64]:
     """How often each (query, key) pair counts: `m` in `softmax(score + log m)`.
 
     A pair of the window or the global tokens counts once. Zero keys of `zero_padding` are not counted.
@@ -39,26 +41,26 @@ def multiplicity(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is
     Args:
         pattern: Which positions attend to which.
         num_tokens: Sequence length N.
-        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        num_kv_heads: Key/value heads, which may be fewer than query heads.
         is_causal: Whether a query sees only keys at its own position and before.
 
     Returns:
         `(H, N, N)`: head, query, key.
     """
-    return cell_counts(pattern, num_tokens, num_heads, 1, is_causal=is_causal).astype(np.int64)
+    return cell_counts(pattern, num_tokens, num_kv_heads, 1, is_causal=is_causal).astype(np.int64)
 
 
-def cell_counts(pattern: DilatedPattern, num_tokens: int, num_heads: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:
+def cell_counts(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:
     """`(H, cells, cells)`: the sum of `multiplicity` over cells of `size` x `size` pairs, in closed form."""
     start = np.arange(0, num_tokens, size)
     end = np.minimum(start + size, num_tokens)
     segments, near = pattern.split("pictures")
-    counts = np.zeros((num_heads, len(start), len(start))) + _in_near(near, num_tokens, size, is_causal=is_causal)
+    counts = np.zeros((num_kv_heads, len(start), len(start))) + _in_near(near, num_tokens, size, is_causal=is_causal)
     for branch, (length, rate) in enumerate(segments):
         w, r = min(length, num_tokens), min(rate, num_tokens)
         first, last = start // w, (end - 1) // w  # segments of a cell
         begun = near.global_tokens // w  # the segment of the first token that is not global
-        for offset, head, step, heads in pattern.head_runs(branch, num_heads):
+        for offset, head, step, heads in pattern.head_runs(branch, num_kv_heads):
             far = _Far(w, r, offset, near, is_causal)
             head_rows = far.rows(first, start, np.minimum(end, (first + 1) * w))
             tail_rows = far.rows(last, np.maximum(start, last * w), end)
@@ -80,13 +82,13 @@ class _Far(NamedTuple):
     near: Near
     is_causal: bool
 
-    def rows(self, segment: Any, begin: Any, end: Any) -> Rows:
+    def rows(self, segment: Any, begin: Any, end: Any) -> Ends:
         """The first row among tokens `begin ... end` of a segment that is no global token, and the row after the last."""
         tokens = (np.minimum(each - segment * self.length, self.length) for each in (self.near.global_tokens, begin, end))
         skipped, low, high = (np.maximum(0, -((self.offset - each) // self.rate)) for each in tokens)
         return np.maximum(low, skipped), np.maximum(np.maximum(low, skipped), high)
 
-    def pairs(self, queries: Rows, keys: Rows) -> NDArray[np.float64]:
+    def pairs(self, queries: Ends, keys: Ends) -> NDArray[np.float64]:
         """The pairs of rows of one segment that are far enough from each other."""
         apart = self.near.far_rows(self.rate)
         before = _up_to(-apart, queries, keys)
@@ -94,7 +96,7 @@ class _Far(NamedTuple):
             return before
         return before + _up_to(1 << 40, queries, keys) - _up_to(max(apart, 1) - 1, queries, keys)
 
-    def square(self, rows: Rows) -> NDArray[np.float64]:
+    def square(self, rows: Ends) -> NDArray[np.float64]:
         return self.pairs(rows, rows)
 
     def whole(self, segment: int) -> NDArray[np.float64]:
@@ -116,7 +118,7 @@ def _in_near(near: Near, num_tokens: int, size: int, *, is_causal: bool) -> NDAr
     return found + within(first, *Window(near.window).band(is_causal=is_causal)) if near.window else found
 
 
-def _up_to(distance: int, queries: Rows, keys: Rows) -> NDArray[np.float64]:
+def _up_to(distance: int, queries: Ends, keys: Ends) -> NDArray[np.float64]:
     """How many pairs of a rectangle have `key - query <= distance`: `least + i` keys for its i-th query."""
     rows, columns = (np.asarray(end - begin, dtype=np.float64) for begin, end in (queries, keys))
     least = np.clip(distance + 1.0 + queries[0] - keys[0], -rows, columns)
@@ -125,7 +127,10 @@ def _up_to(distance: int, queries: Rows, keys: Rows) -> NDArray[np.float64]:
     return inner + columns * np.maximum(least + rows - columns, 0)
 
 
-def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False, name: str | None = None) -> Figure:
+@takes_num_kv_heads
+def draw(
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool = False, name: str | None = None
+) -> Figure:
     """A matplotlib figure with one panel per head: query rows down, key columns across, coloured by `multiplicity`.
 
     >>> figure = draw_pattern(DilatedPattern((4, 16), (1, 2)), 16, 2)
@@ -138,7 +143,7 @@ def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal:
     Args:
         pattern: Which positions attend to which.
         num_tokens: Sequence length N.
-        num_heads: Heads H, at most 64.
+        num_kv_heads: Key/value heads, at most 64.
         is_causal: Whether a query sees only keys at its own position and before.
         name: What the pattern is called in the title, besides its lengths and rates.
 
@@ -146,18 +151,18 @@ def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal:
         ValueError: If a number is out of range.
         TypeError: If an argument has the wrong type.
     """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
-    if num_heads > MAX_HEADS:
-        raise ValueError(f"num_heads must be at most {MAX_HEADS}, got {num_heads}")
-    return figure_of(multiplicity_panels(pattern, num_tokens, num_heads, is_causal=is_causal, name=name))
+    num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
+    if num_kv_heads > MAX_HEADS:
+        raise ValueError(f"num_kv_heads must be at most {MAX_HEADS}, got {num_kv_heads}")
+    return figure_of(multiplicity_panels(pattern, num_tokens, num_kv_heads, is_causal=is_causal, name=name))
 
 
 def multiplicity_panels(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool, name: str | None = None, most: int = CELLS
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool, name: str | None = None, most: int = CELLS
 ) -> Panels:
     """The picture that `draw` makes a figure of, with at most so many cells per side."""
     size = -(-num_tokens // most)
-    counts = cell_counts(pattern, num_tokens, num_heads, size, is_causal=is_causal)
+    counts = cell_counts(pattern, num_tokens, num_kv_heads, size, is_causal=is_causal)
     levels, names = (counts.astype(np.int64), None) if size == 1 else (_shaded(counts, num_tokens, size, is_causal), SHARE_NAMES)
     near = pattern.split("pictures")[1]
     in_near = _in_near(near, num_tokens, size, is_causal=is_causal)
@@ -169,16 +174,16 @@ def multiplicity_panels(
         colors.append(WINDOW_COLOR)
         labels.append(" or ".join(["the window"] * (near.window > 0) + ["global tokens"] * (near.global_tokens > 0)) + " alone")
     panels, own = [], "w" if near.window else "g"
-    for head in range(num_heads):
+    for head in range(num_kv_heads):
         is_alone = (in_near > 0) & (counts[head] == in_near)
         cells_of_head = np.where(future, 0, np.where(is_alone, len(colors) - 1, levels[head] + 1))
         density = _density(counts[head : head + 1], num_tokens, is_causal)
         panels.append(
-            head_panel(pattern, [head], num_heads, cells_of_head, [density], shortest=1 if size == 1 else -(-num_tokens // 64))
+            head_panel(pattern, [head], num_kv_heads, cells_of_head, [density], shortest=1 if size == 1 else -(-num_tokens // 64))
         )
     density = _density(counts, num_tokens, is_causal) + (", each counted once" if size == 1 else "")
     return Panels(
-        title=pattern_title(pattern, num_tokens, num_heads, is_causal=is_causal, name=name, density=density),
+        title=pattern_title(pattern, num_tokens, num_kv_heads, is_causal=is_causal, name=name, density=density),
         panels=panels,
         num_tokens=num_tokens,
         cell=size,

@@ -71,7 +71,7 @@ class HeadTiles(NamedTuple):
 
 
 def head_tiles(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, block_size: int, group: int, *, is_causal: bool = False
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, block_size: int, group: int, *, is_causal: bool = False
 ) -> list[HeadTiles]:
     """The tiles of `block_size x block_size` pairs that FlexAttention visits, once for heads with equal pictures and numbers.
 
@@ -82,7 +82,7 @@ def head_tiles(
     Args:
         pattern: Which positions attend to which.
         num_tokens: Sequence length N.
-        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        num_kv_heads: Key/value heads, which may be fewer than query heads.
         block_size: Tokens per side of a tile.
         group: Tiles per side of a cell of the picture.
         is_causal: Whether a query sees only keys at its own position and before.
@@ -90,10 +90,10 @@ def head_tiles(
     near = pattern.split("pictures of block masks")[1]
     looks: dict[tuple[Kept, ...], tuple[Tally, NDArray[np.int64]]] = {}
     groups: dict[tuple[object, ...], tuple[list[int], Tally, NDArray[np.int64]]] = {}
-    for head in range(num_heads):
-        branches = pattern.kept(head, num_heads, "pictures of block masks")
+    for head in range(num_kv_heads):
+        branches = pattern.kept(head, num_kv_heads, "pictures of block masks")
         if branches not in looks:
-            distinct = head_branches(pattern, head, num_heads, num_tokens)
+            distinct = head_branches(pattern, head, num_kv_heads, num_tokens)
             looks[branches] = _look(branches, near, distinct, num_tokens, block_size, group=group, is_causal=is_causal)
         tally, cells = looks[branches]
         look = (*((length, rate) for length, rate, _ in branches), tally, cells.tobytes())

@@ -126,7 +126,7 @@ class DilatedInnerAttention(Module):
             mesh=self.mesh,
             exchange="auto" if self.mesh is None else self.exchange,
             first_head=self.tp_rank * heads,
-            num_heads=self.tp_size * heads,
+            num_kv_heads=self.tp_size * heads,
         )
         with spmd.no_typecheck():  # plain tensors: types are stated again where this module's sharding says so
             return self._attend(q_BLNH, k_BLNH, v_BLNH, self._borders(attention_masks, q_BLNH), call)

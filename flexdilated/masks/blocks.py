@@ -34,9 +34,9 @@ class BlockLists(NamedTuple):
     full_indices: Tensor
 
 
-def head_branches(pattern: DilatedPattern, head: int, num_heads: int, seq_len: int) -> tuple[HeadBranch, ...]:
+def head_branches(pattern: DilatedPattern, head: int, num_kv_heads: int, seq_len: int) -> tuple[HeadBranch, ...]:
     """The distinct branches that a key/value head runs, cut to the sequence. A window as long as the sequence is a segment."""
-    branches = {branch._replace(length=min(branch.length, seq_len)) for branch in pattern.kept(head, num_heads, "block masks")}
+    branches = {branch._replace(length=min(branch.length, seq_len)) for branch in pattern.kept(head, num_kv_heads, "block masks")}
     near = pattern.split("block masks")[1]
     if max(near) >= seq_len:
         return tuple(sorted({*branches, Kept(seq_len, 1, 0)}))

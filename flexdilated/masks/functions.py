@@ -159,21 +159,21 @@ def _near(pattern: DilatedPattern) -> tuple[_NearClause, ...]:
     return (_NearClause(near),) if near else ()
 
 
-def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
+def _clauses(pattern: DilatedPattern, num_kv_heads: int) -> tuple[_Clause, ...]:
     """The clause of each branch of segments, in terms of key/value heads."""
 
     def offset_rule(branch: int, rate: int) -> Callable[[Tensor], Tensor | int]:
         if pattern.heads == "grouped":
             return lambda h: branch % rate
         if pattern.offsets == "blocked":
-            sharing = -(-num_heads // rate)
+            sharing = -(-num_kv_heads // rate)
             return lambda h: h // sharing
         return lambda h: h % rate
 
     clauses = []
     for i, (length, rate) in enumerate(pattern.split("masks")[0]):
-        heads = pattern.head_range(i, num_heads)
-        clauses.append(_Clause(length, rate, heads, len(heads) == num_heads, offset_rule(i, rate)))
+        heads = pattern.head_range(i, num_kv_heads)
+        clauses.append(_Clause(length, rate, heads, len(heads) == num_kv_heads, offset_rule(i, rate)))
     return tuple(clauses)
 
 

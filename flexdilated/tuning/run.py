@@ -29,14 +29,14 @@ from flexdilated.core.hardware import Hardware, detect, dtype_name, recommended_
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.tuning.candidates import CANDIDATES, SLOW, Candidate, forced
 from flexdilated.tuning.checks import ENDED, Case, Runnable, definition_jobs, examined, verdict
-from flexdilated.tuning.timing import DENSE_ROWS, NUM_HEADS, PATTERN, Call, attention_call, dense_call, in_turns, inputs
+from flexdilated.tuning.timing import DENSE_ROWS, NUM_HEADS, PATTERN, TimedCall, attention_call, dense_call, in_turns, inputs
 
 HEAD_DIMS, LENGTHS = (64, 128), (1024, 8192, 65536)
 ALL_DTYPES, ALL_HEAD_DIMS, ALL_LENGTHS = (torch.bfloat16, torch.float16, torch.float32), (64, 128, 256), (*LENGTHS, 262144)
 WAYS = ("forward", "backward")
 NEAR, PART = 0.05, 128  # how far results of timed calls may differ from those of sdpa, of the largest element in PART tokens
 
-Kept = dict[str, Any]
+Json = dict[str, Any]
 
 
 class Plan(NamedTuple):
@@ -55,7 +55,7 @@ class Tuning(NamedTuple):
     """The result of `tune`: the kept file and its content, or the reason why there is nothing to tune."""
 
     path: Path | None = None
-    kept: Kept | None = None
+    kept: Json | None = None
     reason: str | None = None
     is_complete: bool = True
 
@@ -136,7 +136,7 @@ class Progress:
 
 def run(
     path: Path,
-    environment: Kept,
+    environment: Json,
     plan: Plan,
     device: torch.device,
     processes: int,
@@ -149,7 +149,7 @@ def run(
     try:
         for setting in plan.settings:
             checks = _check(plan, setting, device, processes, progress)
-            rows: list[Kept] = []
+            rows: list[Json] = []
             constants: tuple[str, ...] = ()
             for way in WAYS:
                 timed, chosen = _time(plan, setting, device, progress, checks, way=way, constants=constants)
@@ -172,7 +172,7 @@ def run(
     return Tuning(path if "date" in kept else None, kept, is_complete=is_complete)
 
 
-def _read(path: Path, environment: Kept) -> Kept:
+def _read(path: Path, environment: Json) -> Json:
     """The content of a kept file, or that of an empty one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a damaged file, which the next one replaces
@@ -194,7 +194,7 @@ def _why_not(candidate: Candidate, hardware: Hardware, dtype: torch.dtype, head_
     return why_not(candidate.backend, request) or unasked
 
 
-def _check(plan: Plan, setting: tuple[torch.dtype, int], device: torch.device, processes: int, progress: Progress) -> list[Kept]:
+def _check(plan: Plan, setting: tuple[torch.dtype, int], device: torch.device, processes: int, progress: Progress) -> list[Json]:
     """Check a dtype and head dim.
 
     Raises:
@@ -220,18 +220,18 @@ def _time(
     setting: tuple[torch.dtype, int],
     device: torch.device,
     progress: Progress,
-    checks: list[Kept],
+    checks: list[Json],
     *,
     way: str,
     constants: tuple[str, ...],
-) -> tuple[list[Kept], tuple[str, ...]]:
+) -> tuple[list[Json], tuple[str, ...]]:
     """The times of a dtype, head dim and way, and the constants of the fastest right form. Adds wrong results to `checks`.
 
     Calls run with `constants`. Lengths for which the memory of the device does not suffice are left out.
     """
     (dtype, head_dim), training = setting, way == "backward"
     able = [c for c in plan.candidates if _is_right(c, way, checks)]
-    rows: list[Kept] = []
+    rows: list[Json] = []
     for tokens in plan.lengths:
         call = "training" if training else "inference"
         progress.begin(f"{dtype_name(dtype)}, head dim {head_dim}: timing {call} at {tokens:,} tokens")
@@ -257,7 +257,7 @@ def _time(
     return rows, best.constants if best else ()
 
 
-def _is_right(candidate: Candidate, way: str, checks: Sequence[Kept]) -> bool:
+def _is_right(candidate: Candidate, way: str, checks: Sequence[Json]) -> bool:
     """Whether to time a candidate: a form only in its own direction, and only if it is right for all numbers of heads."""
     if candidate.direction not in (None, way):
         return False
@@ -268,7 +268,7 @@ def _is_right(candidate: Candidate, way: str, checks: Sequence[Kept]) -> bool:
 
 def _calls(
     able: Sequence[Candidate], x: tuple[Any, ...], constants: tuple[str, ...], found: dict[str, str], *, training: bool
-) -> Iterator[tuple[str, Call]]:
+) -> Iterator[tuple[str, TimedCall]]:
     """Calls that run and agree with sdpa, after one call each. `found` gets the verdicts of the others, except out of memory."""
     expected: tuple[torch.Tensor, ...] = ()
     for candidate in (Candidate("sdpa", "sdpa"), *able, Candidate("dense", "dense")):
@@ -293,7 +293,7 @@ def _calls(
         yield name, call
 
 
-def _within(candidate: Candidate, call: Call, constants: tuple[str, ...]) -> Call:
+def _within(candidate: Candidate, call: TimedCall, constants: tuple[str, ...]) -> TimedCall:
     """A call in the form of a candidate and with the chosen `constants`; launches are planned once."""
     plans: dict[Any, Any] = {}
 
@@ -312,7 +312,7 @@ def _assert_near(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor,
         assert largest <= NEAR, f"{name} differs from that of sdpa by {largest:.1e} of the largest element in {PART} tokens"
 
 
-def _best(able: Sequence[Candidate], rows: Sequence[Kept]) -> Candidate | None:
+def _best(able: Sequence[Candidate], rows: Sequence[Json]) -> Candidate | None:
     """The fastest form of the Triton kernels over all lengths; the usual form unless another one gains enough."""
     usual = next((c for c in able if c.backend == "triton" and not c.is_form), None)
     best, least = usual, ENOUGH
@@ -329,7 +329,7 @@ def _pairs(tokens: int) -> float:
     return PATTERN.count_pairs(tokens, NUM_HEADS, is_causal=True) / (NUM_HEADS * (tokens // rows) * rows * (rows + 1) / 2)
 
 
-def chosen(kept: Kept, entry: Kept) -> str:
+def chosen(kept: Json, entry: Json) -> str:
     """What `backend="auto"` takes for the calls of a measured entry: a backend, or a form of the Triton kernels."""
     backend, is_right = faster(entry), tuned.checked(kept["checks"])
     if any(is_right.get((backend, way, entry["dtype"])) is False for way in WAYS[: 1 + entry["training"]]):

@@ -17,7 +17,7 @@ NUM_HEADS, DENSE_ROWS = 12, 2048  # branches of LongNet have 2,048 to 2,731 rows
 PATTERN = DilatedPattern.longnet()
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-Call = Callable[[], tuple[Tensor, ...]]
+TimedCall = Callable[[], tuple[Tensor, ...]]
 
 
 def inputs(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -26,12 +26,12 @@ def inputs(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.dev
     return q, k, v, dout
 
 
-def attention_call(backend: str, x: Inputs, *, training: bool) -> Call:
+def attention_call(backend: str, x: Inputs, *, training: bool) -> TimedCall:
     """Causal attention by a backend: out, and in training dq, dk, dv."""
     return _call(lambda q, k, v: dilated_attention(q, k, v, PATTERN, is_causal=True, backend=backend), x, training=training)
 
 
-def dense_call(x: Inputs, *, training: bool) -> Call:
+def dense_call(x: Inputs, *, training: bool) -> TimedCall:
     """Causal dense attention over `DENSE_ROWS` tokens at a time, by the kernel that torch chooses."""
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def dense_call(x: Inputs, *, training: bool) -> Call:
     return _call(dense, x, training=training)
 
 
-def _call(attend: Callable[[Tensor, Tensor, Tensor], Tensor], x: Inputs, *, training: bool) -> Call:
+def _call(attend: Callable[[Tensor, Tensor, Tensor], Tensor], x: Inputs, *, training: bool) -> TimedCall:
     def call() -> tuple[Tensor, ...]:
         with torch.set_grad_enabled(training):
             leaves = [t.detach().requires_grad_(training) for t in x[:3]]

@@ -28,12 +28,12 @@ def nested_patterns(draw: st.DrawFn) -> DilatedPattern:
     return DilatedPattern(tuple(lengths[i] for i in order), tuple(rates[i] for i in order), heads=heads, offsets=offsets)
 
 
-def joined_by(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> NDArray[np.bool_]:
+def joined_by(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool) -> NDArray[np.bool_]:
     """`(branches, H, N, N)`: whether a branch joins a query and a key in a head."""
-    found = np.zeros((len(pattern.branches), num_heads, num_tokens, num_tokens), dtype=bool)
+    found = np.zeros((len(pattern.branches), num_kv_heads, num_tokens, num_tokens), dtype=bool)
     for branch, (length, rate) in enumerate(pattern.branches):
-        for head in pattern.head_range(branch, num_heads):
-            offset = pattern.offset(branch, head, num_heads)
+        for head in pattern.head_range(branch, num_kv_heads):
+            offset = pattern.offset(branch, head, num_kv_heads)
             kept = [p for p in range(num_tokens) if p % length % rate == offset]
             for q in kept:
                 for k in kept:
@@ -41,9 +41,9 @@ def joined_by(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_ca
     return found
 
 
-def seen_after(pattern: DilatedPattern, num_tokens: int, num_heads: int, layers: int, *, is_causal: bool) -> NDArray[np.bool_]:
+def seen_after(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, layers: int, *, is_causal: bool) -> NDArray[np.bool_]:
     """`(N, N)`: layer by layer, what every query has seen through all heads and its residual."""
-    step = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal).any(axis=(0, 1)) | np.eye(num_tokens, dtype=bool)
+    step = joined_by(pattern, num_tokens, num_kv_heads, is_causal=is_causal).any(axis=(0, 1)) | np.eye(num_tokens, dtype=bool)
     seen = np.eye(num_tokens, dtype=bool)
     for _ in range(layers):
         further = np.stack([step[seen[q]].any(axis=0) for q in range(num_tokens)])

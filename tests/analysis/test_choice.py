@@ -20,7 +20,7 @@ def branches(choices: tuple[Choice, ...]) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "budget", "expected"),
+    ("num_tokens", "num_kv_heads", "budget", "expected"),
     [
         (
             512,
@@ -35,23 +35,25 @@ def branches(choices: tuple[Choice, ...]) -> list[list[tuple[int, int]]]:
         (8192, 8, 1.0, [[(8192, 1)], [(8192, 2), (3072,), (4,)], [(6144, 1), (8192, 2)]]),
     ],
 )
-def test_proposals_in_their_order(num_tokens: int, num_heads: int, budget: float, expected: list[list[tuple[int, int]]]) -> None:
-    assert branches(choose_pattern(num_tokens, num_heads, budget=budget, is_causal=True).shown)[: len(expected)] == expected
+def test_proposals_in_their_order(num_tokens: int, num_kv_heads: int, budget: float, expected: list[list[tuple[int, int]]]) -> None:
+    assert branches(choose_pattern(num_tokens, num_kv_heads, budget=budget, is_causal=True).shown)[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("num_tokens", "num_heads", "budget"), [(61, 3, 0.5), (1000, 8, 0.2), (8191, 12, 0.01), (2**33, 9, 1e-5)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_kv_heads", "budget"), [(61, 3, 0.5), (1000, 8, 0.2), (8191, 12, 0.01), (2**33, 9, 1e-5)]
+)
 def test_all_that_is_tried_is_connected_and_counted_exactly(
-    num_tokens: int, num_heads: int, budget: float, is_causal: bool
+    num_tokens: int, num_kv_heads: int, budget: float, is_causal: bool
 ) -> None:
-    found = choose_pattern(num_tokens, num_heads, budget=budget, is_causal=is_causal)
+    found = choose_pattern(num_tokens, num_kv_heads, budget=budget, is_causal=is_causal)
     assert {each.pattern for each in found.shown} <= {each.pattern for each in found.tried}
     for each in found.tried:
-        assert each.pattern.crosses_boundaries(num_tokens, num_heads)
-        assert each.pairs == each.pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
+        assert each.pattern.crosses_boundaries(num_tokens, num_kv_heads)
+        assert each.pairs == each.pattern.count_pairs(num_tokens, num_kv_heads, is_causal=is_causal)
         assert each.is_within_budget == (each.share <= budget)
         assert each.share <= 1.0
-    dense = DilatedPattern((num_tokens,), (1,)).count_pairs(num_tokens, num_heads, is_causal=is_causal)
+    dense = DilatedPattern((num_tokens,), (1,)).count_pairs(num_tokens, num_kv_heads, is_causal=is_causal)
     assert found.shown[0].share == found.shown[0].pairs / dense
 
 
@@ -104,7 +106,7 @@ MINE = (BEST, DilatedPattern((17, 512), (1, 4)), DilatedPattern((16, 500), (1, 4
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "is_causal", "patterns"),
+    ("num_tokens", "num_kv_heads", "is_causal", "patterns"),
     [
         (512, 8, True, MINE),
         (4096, 4, True, ()),
@@ -114,9 +116,9 @@ MINE = (BEST, DilatedPattern((17, 512), (1, 4)), DilatedPattern((16, 500), (1, 4
     ],
 )
 def test_numbers_in_the_picture_cover_nothing_and_lead_to_their_circles(
-    num_tokens: int, num_heads: int, is_causal: bool, patterns: tuple[DilatedPattern, ...]
+    num_tokens: int, num_kv_heads: int, is_causal: bool, patterns: tuple[DilatedPattern, ...]
 ) -> None:
-    found = choose_pattern(num_tokens, num_heads, is_causal=is_causal, patterns=patterns)
+    found = choose_pattern(num_tokens, num_kv_heads, is_causal=is_causal, patterns=patterns)
     figure = draw_choices(found)
     figure.canvas.draw()
     (axes,) = figure.axes
@@ -148,7 +150,7 @@ def test_the_legend_of_the_picture_names_far_rates() -> None:
     [
         ({"num_tokens": 0}, ValueError, "num_tokens must be at least 1, got 0"),
         ({"num_tokens": 2**40 + 1}, ValueError, f"num_tokens must be at most {2**40}, got {2**40 + 1}"),
-        ({"num_heads": 1025}, ValueError, "num_heads must be at most 1024, got 1025"),
+        ({"num_kv_heads": 1025}, ValueError, "num_kv_heads must be at most 1024, got 1025"),
         ({"budget": 0.0}, ValueError, "budget must be in (0, 1], got 0.0; 0.1 or 10% is a tenth of the pairs of dense attention"),
         ({"budget": float("nan")}, ValueError, "budget must be in (0, 1], got nan"),
         ({"budget": "10%"}, TypeError, "budget must be a number, got '10%'"),
@@ -156,9 +158,9 @@ def test_the_legend_of_the_picture_names_far_rates() -> None:
         ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
         ({"patterns": BEST}, TypeError, "patterns must be a sequence, got DilatedPattern"),
         ({"patterns": [5]}, TypeError, "pattern must be a DilatedPattern, got int"),
-        ({"patterns": [GROUPED], "num_heads": 1}, ValueError, "pattern must have at most one branch"),
+        ({"patterns": [GROUPED], "num_kv_heads": 1}, ValueError, "pattern must have at most one branch"),
     ],
 )
 def test_refuses(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=rf"^{re.escape(message)}"):
-        choose_pattern(**{"num_tokens": 61, "num_heads": 3, **options})  # type: ignore[arg-type]
+        choose_pattern(**{"num_tokens": 61, "num_kv_heads": 3, **options})  # type: ignore[arg-type]

@@ -18,21 +18,21 @@ Question = tuple[DilatedPattern, int, int]
 @given(questions())
 @settings(deadline=None, max_examples=60)
 def test_reach_equals_a_look_at_every_pair(question: Question) -> None:
-    pattern, num_tokens, num_heads = question
-    joined = joined_by(pattern, num_tokens, num_heads, is_causal=False).any(axis=0)
+    pattern, num_tokens, num_kv_heads = question
+    joined = joined_by(pattern, num_tokens, num_kv_heads, is_causal=False).any(axis=0)
     position = np.arange(num_tokens)
     distance = np.where(joined, abs(position[:, None] - position), -1)
-    assert longest_reach(pattern, num_tokens, num_heads) == tuple(distance.max(axis=(1, 2)).tolist())
+    assert longest_reach(pattern, num_tokens, num_kv_heads) == tuple(distance.max(axis=(1, 2)).tolist())
 
 
 @given(questions(), st.integers(0, 4), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_what_is_seen_after_layers_equals_a_look_at_every_pair(question: Question, layers: int, is_causal: bool) -> None:
-    pattern, num_tokens, num_heads = question
-    expected = seen_after(pattern, num_tokens, num_heads, layers, is_causal=is_causal)
-    np.testing.assert_array_equal(reachable(pattern, num_tokens, num_heads, layers=layers, is_causal=is_causal), expected)
+    pattern, num_tokens, num_kv_heads = question
+    expected = seen_after(pattern, num_tokens, num_kv_heads, layers, is_causal=is_causal)
+    np.testing.assert_array_equal(reachable(pattern, num_tokens, num_kv_heads, layers=layers, is_causal=is_causal), expected)
     for query in range(num_tokens):
-        seen = keys_seen(pattern, num_tokens, num_heads, query, layers=layers, is_causal=is_causal)
+        seen = keys_seen(pattern, num_tokens, num_kv_heads, query, layers=layers, is_causal=is_causal)
         assert seen.tolist() == np.flatnonzero(expected[query]).tolist()
 
 
@@ -44,35 +44,35 @@ def test_what_is_seen_after_layers_equals_a_look_at_every_pair(question: Questio
 @example((DilatedPattern((6, 12, 48), (2, 3, 6), offsets="interleaved"), 47, 6), False)
 @settings(deadline=None, max_examples=100)
 def test_layers_and_uncovered_tokens_equal_a_look_at_every_pair(question: Question, is_causal: bool) -> None:
-    pattern, num_tokens, num_heads = question
-    joined = joined_by(pattern, num_tokens, num_heads, is_causal=False)
+    pattern, num_tokens, num_kv_heads = question
+    joined = joined_by(pattern, num_tokens, num_kv_heads, is_causal=False)
     lost = ~joined.any(axis=(0, 1, 2))
-    assert count_uncovered(pattern, num_tokens, num_heads) == lost.sum()
-    residues = missing_residues(pattern, num_heads)
+    assert count_uncovered(pattern, num_tokens, num_kv_heads) == lost.sum()
+    residues = missing_residues(pattern, num_kv_heads)
     for p in np.flatnonzero(lost).tolist():
         assert all(p % length % rate in missing for (length, rate), missing in zip(pattern.branches, residues))
     everything = np.tri(num_tokens, dtype=bool) if is_causal else np.ones((num_tokens, num_tokens), dtype=bool)
     found, before, layers = None, None, 0
     while found is None:
-        seen = seen_after(pattern, num_tokens, num_heads, layers, is_causal=is_causal)
+        seen = seen_after(pattern, num_tokens, num_kv_heads, layers, is_causal=is_causal)
         if (seen >= everything).all():
             found = layers
         if before is not None and (seen == before).all():
             break
         before, layers = seen, layers + 1
-    assert layers_to_cover(pattern, num_tokens, num_heads, is_causal=is_causal) == found
+    assert layers_to_cover(pattern, num_tokens, num_kv_heads, is_causal=is_causal) == found
 
 
 @given(nested_patterns(), st.integers(1, 500), st.integers(4, 6))
 @settings(deadline=None, max_examples=30)
-def test_layers_of_longer_sequences_equal_products_of_matrices(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> None:
+def test_layers_of_longer_sequences_equal_products_of_matrices(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -> None:
     pattern = DilatedPattern((*pattern.segment_lengths, 499), (*pattern.dilation_rates, 2), heads="all", offsets=pattern.offsets)
-    found = layers_to_cover(pattern, num_tokens, num_heads)
+    found = layers_to_cover(pattern, num_tokens, num_kv_heads)
     if found is None:
-        assert not reachable(pattern, num_tokens, num_heads, layers=num_tokens).all()
+        assert not reachable(pattern, num_tokens, num_kv_heads, layers=num_tokens).all()
     else:
-        assert reachable(pattern, num_tokens, num_heads, layers=found).all()
-        assert found == 0 or not reachable(pattern, num_tokens, num_heads, layers=found - 1).all()
+        assert reachable(pattern, num_tokens, num_kv_heads, layers=found).all()
+        assert found == 0 or not reachable(pattern, num_tokens, num_kv_heads, layers=found - 1).all()
 
 
 def test_long_sequences_whose_segments_nest_are_answered_by_short_ones() -> None:

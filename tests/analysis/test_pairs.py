@@ -18,28 +18,28 @@ from tests.analysis.definition import joined_by, questions
 def test_pairs_duplicates_and_balance_equal_a_look_at_every_pair(
     question: tuple[DilatedPattern, int, int], is_causal: bool
 ) -> None:
-    pattern, num_tokens, num_heads = question
-    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
-    assert count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal) == tuple(
+    pattern, num_tokens, num_kv_heads = question
+    joined = joined_by(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
+    assert count_pairs(pattern, num_tokens, num_kv_heads, is_causal=is_causal) == tuple(
         tuple(int(head.sum()) for head in branch) for branch in joined
     )
     times = joined.sum(axis=0)
     expected = [Counter(head[head > 0].tolist()) for head in times]
-    assert list(count_multiplicities(pattern, num_tokens, num_heads, is_causal=is_causal)) == expected
+    assert list(count_multiplicities(pattern, num_tokens, num_kv_heads, is_causal=is_causal)) == expected
     heads = [int(head.sum()) for head in times]
-    even = analyse(pattern, num_tokens, num_heads, is_causal=is_causal).balance
-    assert (even.least, even.most, even.mean) == (min(heads), max(heads), sum(heads) / num_heads)
+    even = analyse(pattern, num_tokens, num_kv_heads, is_causal=is_causal).balance
+    assert (even.least, even.most, even.mean) == (min(heads), max(heads), sum(heads) / num_kv_heads)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("pattern", "num_heads"), [(DilatedPattern.longnet(), 12), (DilatedPattern.gigapath(), 16)])
+@pytest.mark.parametrize(("pattern", "num_kv_heads"), [(DilatedPattern.longnet(), 12), (DilatedPattern.gigapath(), 16)])
 @pytest.mark.parametrize("num_tokens", [1_000_003, 1_000_000_007])
-def test_pairs_of_long_sequences_add_up(pattern: DilatedPattern, num_heads: int, num_tokens: int, is_causal: bool) -> None:
-    found = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal)
-    total = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
+def test_pairs_of_long_sequences_add_up(pattern: DilatedPattern, num_kv_heads: int, num_tokens: int, is_causal: bool) -> None:
+    found = count_pairs(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
+    total = pattern.count_pairs(num_tokens, num_kv_heads, is_causal=is_causal)
     assert sum(map(sum, found)) == total
     if num_tokens == 1_000_003 or pattern == DilatedPattern.longnet():
-        times = count_multiplicities(pattern, num_tokens, num_heads, is_causal=is_causal)
+        times = count_multiplicities(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
         assert sum(m * pairs for head in times for m, pairs in head.items()) == total
 
 
@@ -76,12 +76,12 @@ def test_refuses_numbers_and_types_without_an_answer() -> None:
     pattern = DilatedPattern((5, 7, 11), (1, 2, 3), heads="grouped")
     cases: list[tuple[type[Exception], str, Any]] = [
         (ValueError, "num_tokens must be at least 1, got 0", lambda: analyse(pattern, 0, 3)),
-        (ValueError, "num_heads must be at least 1, got 0", lambda: analyse(pattern, 3, 0)),
+        (ValueError, "num_kv_heads must be at least 1, got 0", lambda: analyse(pattern, 3, 0)),
         (TypeError, r"num_tokens must be an integer, got 3\.0", lambda: analyse(pattern, 3.0, 3)),  # type: ignore[arg-type]
         (TypeError, "pattern must be a DilatedPattern, got tuple", lambda: analyse((5, 7), 3, 3)),  # type: ignore[arg-type]
         (ValueError, "pattern must have at most one branch per key/value head=2", lambda: analyse(pattern, 3, 2)),
         (TypeError, r"^num_tokens must be an integer, got 64\.5", lambda: pattern.count_pairs(64.5, 4)),  # type: ignore[arg-type]
-        (ValueError, r"^num_heads must be at least 1, got -4", lambda: pattern.count_pairs(64, -4)),
+        (ValueError, r"^num_kv_heads must be at least 1, got -4", lambda: pattern.count_pairs(64, -4)),
         (TypeError, r"^is_causal must be a bool, got 'no'", lambda: analyse(pattern, 61, 3, is_causal="no")),  # type: ignore[arg-type]
         (TypeError, r"^head_dim must be an integer, got '64'", lambda: analyse(pattern, 61, 3).flops("64")),  # type: ignore[arg-type]
         (ValueError, "^head_dim must be at least 1, got 0", lambda: analyse(pattern, 61, 3).flops(0)),

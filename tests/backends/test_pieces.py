@@ -216,7 +216,7 @@ def test_a_planted_kind_is_computed_rightly_or_refused_by_name(monkeypatch: pyte
         monkeypatch.setattr(module, "plan_pieces", lambda *_: pieces)
 
     def operations(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> Any:
-        return functions.attend_by_operations(q, k, v, Call(pattern, scale=3**-0.5, num_heads=HEADS)._replace(**options))
+        return functions.attend_by_operations(q, k, v, Call(pattern, scale=3**-0.5, num_kv_heads=HEADS)._replace(**options))
 
     comet = replace(case, pattern=COMET)
     for attend in (operations, flex_backend):

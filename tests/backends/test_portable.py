@@ -45,7 +45,7 @@ def test_heads_of_a_part_of_a_model_keep_their_place_in_it(heads: Any) -> None:
     q, k, v, _, _ = case.tensors()
     options = {"is_causal": True, "scale": 0.4}
     expected = reference.dilated_attention(q, k, v, pattern, **options)
-    out, lse = portable(q[:, :, 4:12], k[:, :, 2:6], v[:, :, 2:6], pattern, **options, first_head=2, num_heads=7)
+    out, lse = portable(q[:, :, 4:12], k[:, :, 2:6], v[:, :, 2:6], pattern, **options, first_head=2, num_kv_heads=7)
     torch.testing.assert_close(out, expected[0][:, :, 4:12], **EXACT)
     torch.testing.assert_close(lse, expected[1][:, 4:12], **EXACT)
 

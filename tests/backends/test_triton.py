@@ -314,7 +314,7 @@ def test_dense_rows_equal_the_math_kernel(
 def test_a_part_of_a_models_heads_is_that_part_of_its_outputs() -> None:
     q, k, v, _, _ = Case(PATTERN, kv_heads=5, group=2, head_dim=16).tensors(torch.float32)
     whole, _ = reference.dilated_attention(q, k, v, PATTERN)
-    call = Call(PATTERN, backend="triton", first_head=2, num_heads=5)
+    call = Call(PATTERN, backend="triton", first_head=2, num_kv_heads=5)
     out, _ = attend(q[:, :, 4:8], k[:, :, 2:4], v[:, :, 2:4], call)
     torch.testing.assert_close(out.double(), whole[:, :, 4:8], **SINGLE)
 
@@ -447,8 +447,8 @@ def test_memory_does_not_grow_with_branches(monkeypatch: pytest.MonkeyPatch) -> 
     assert used[0] == used[1] == 2 * 2 * 32 * 4  # lse and delta of every row
 
 
-def launch_pieces(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> Any:
-    return plan_pieces(pattern, ((0, num_tokens),), num_heads, False)
+def launch_pieces(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -> Any:
+    return plan_pieces(pattern, ((0, num_tokens),), num_kv_heads, False)
 
 
 PIECE = launch_pieces(DilatedPattern((8,), (2,)), 8, 1)[0]

@@ -17,7 +17,7 @@ from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.cli import doctor, selfcheck
 from flexdilated.cli.options import DTYPES
-from flexdilated.cli.selfcheck import Candidate
+from flexdilated.cli.selfcheck import BackendKernel
 from flexdilated.core.hardware import detect
 from flexdilated.tuning.checks import QUANTITIES
 from tests.commands import invoke
@@ -131,7 +131,7 @@ def test_doctor_says_what_fails_with_the_installed_versions(monkeypatch: pytest.
 @pytest.mark.usefixtures("no_long_cases")
 def test_backends_that_compile_take_some_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "DTYPES", {"float32": torch.float32})
-    monkeypatch.setattr(selfcheck, "candidates", lambda: [Candidate("sdpa", "cpu_flash"), Candidate("sdpa", "math")])
+    monkeypatch.setattr(selfcheck, "candidates", lambda: [BackendKernel("sdpa", "cpu_flash"), BackendKernel("sdpa", "math")])
     hardware, told = detect("cpu"), []
 
     def numbers(**options: Any) -> list[tuple[int, int]]:
@@ -204,7 +204,7 @@ def test_doctor_reports_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_reasons_are_told_once_with_what_they_hold_for() -> None:
-    flash = Candidate("sdpa", "flash")
+    flash = BackendKernel("sdpa", "flash")
     assert doctor._why(doctor._reasons(flash, simulate("cpu"))) == "it runs on CUDA only"
     assert doctor._why(doctor._reasons(flash, simulate("sm_80"))).splitlines() == [
         "float32: it has no float32 kernel there",

@@ -34,20 +34,20 @@ def documents(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
 
 @given(patterns(), documents(), st.integers(1, 11), st.booleans())
 def test_plan_holds_each_kept_segment_of_each_branch_and_head_once(
-    pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int, is_causal: bool
+    pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_kv_heads: int, is_causal: bool
 ) -> None:
-    num_heads = max(num_heads, least_heads(pattern))
+    num_kv_heads = max(num_kv_heads, least_heads(pattern))
     pattern = DilatedPattern.from_dict({**pattern.to_dict(), "zero_padding": False})
     expected: Counter[tuple[int, tuple[int, ...]]] = Counter()
     for i, (w, r) in enumerate(pattern.branches):
-        for head in pattern.head_range(i, num_heads):
+        for head in pattern.head_range(i, num_kv_heads):
             for start, size in documents:
                 for segment in range(0, size, w):
                     inside = range(segment, min(segment + w, size))
-                    kept = tuple(start + p for p in inside if p % w % r == pattern.offset(i, head, num_heads))
+                    kept = tuple(start + p for p in inside if p % w % r == pattern.offset(i, head, num_kv_heads))
                     expected[head, kept] += bool(kept)
     found: Counter[tuple[int, tuple[int, ...]]] = Counter()
-    for piece in plan_pieces(pattern, documents, num_heads, is_causal):
+    for piece in plan_pieces(pattern, documents, num_kv_heads, is_causal):
         assert piece.zero_keys == 0
         found.update(softmaxes(piece))
     assert found == +expected
@@ -55,21 +55,21 @@ def test_plan_holds_each_kept_segment_of_each_branch_and_head_once(
 
 @given(patterns(), st.integers(1, 43), st.integers(1, 11), st.booleans())
 def test_plan_of_zero_padding_has_torchscale_s_keys(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, is_causal: bool
 ) -> None:
-    num_heads = max(num_heads, least_heads(pattern))
+    num_kv_heads = max(num_kv_heads, least_heads(pattern))
     pattern = unshifted(DilatedPattern.from_dict({**pattern.to_dict(), "zero_padding": True}))
     expected: Counter[tuple[object, ...]] = Counter()
     for i, (w, r) in enumerate(pattern.branches):
         w = min(w, num_tokens)
         padded = w + -w % r
-        for head in pattern.head_range(i, num_heads):
+        for head in pattern.head_range(i, num_kv_heads):
             for s in range(-(-num_tokens // w)):
-                rows = range(pattern.offset(i, head, num_heads), padded, r)
+                rows = range(pattern.offset(i, head, num_kv_heads), padded, r)
                 tokens = tuple(s * w + j for j in rows if j < w and s * w + j < num_tokens)
                 expected[head, tokens, 0 if is_causal else len(rows) - len(tokens)] += bool(tokens)
     found: Counter[tuple[object, ...]] = Counter()
-    pieces = plan_pieces(pattern, ((0, num_tokens),), num_heads, is_causal)
+    pieces = plan_pieces(pattern, ((0, num_tokens),), num_kv_heads, is_causal)
     for piece in pieces:
         found.update((*softmax, piece.zero_keys) for softmax in softmaxes(piece))
     assert found == +expected
@@ -77,15 +77,15 @@ def test_plan_of_zero_padding_has_torchscale_s_keys(
 
 @given(patterns(), documents(), st.integers(1, 11))
 def test_pieces_that_cover_come_first_and_hold_every_position_of_every_head_once(
-    pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int
+    pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_kv_heads: int
 ) -> None:
-    num_heads = max(num_heads, least_heads(pattern))
-    pieces = plan_pieces(unshifted(pattern), documents, num_heads, False)
+    num_kv_heads = max(num_kv_heads, least_heads(pattern))
+    pieces = plan_pieces(unshifted(pattern), documents, num_kv_heads, False)
     covering = [piece for piece in pieces if piece.covers]
     assert list(pieces[: len(covering)]) == covering
     num_tokens = sum(size for _, size in documents)
     found = Counter((head, token) for piece in covering for head, tokens in softmaxes(piece) for token in tokens)
-    everything = Counter((head, token) for head in range(num_heads) for token in range(num_tokens))
+    everything = Counter((head, token) for head in range(num_kv_heads) for token in range(num_tokens))
     can_cover = pattern.heads == "all" and 1 in pattern.dilation_rates
     assert found == (everything if can_cover else Counter())
 
@@ -94,11 +94,11 @@ def test_pieces_that_cover_come_first_and_hold_every_position_of_every_head_once
 def test_plan_of_a_part_of_the_heads_is_that_part_and_has_views(
     pattern: DilatedPattern, num_tokens: int, data: st.DataObject
 ) -> None:
-    num_heads = max(data.draw(st.integers(1, 11)), least_heads(pattern))
-    first = data.draw(st.integers(0, num_heads - 1))
-    within = range(first, data.draw(st.integers(first + 1, num_heads)))
+    num_kv_heads = max(data.draw(st.integers(1, 11)), least_heads(pattern))
+    first = data.draw(st.integers(0, num_kv_heads - 1))
+    within = range(first, data.draw(st.integers(first + 1, num_kv_heads)))
     documents, pattern = ((0, num_tokens),), unshifted(pattern)
-    whole, part = plan_pieces(pattern, documents, num_heads, False), plan_pieces(pattern, documents, num_heads, False, within)
+    whole, part = plan_pieces(pattern, documents, num_kv_heads, False), plan_pieces(pattern, documents, num_kv_heads, False, within)
     expected = Counter(softmax for piece in whole for softmax in softmaxes(piece) if softmax[0] in within)
     found = Counter((first + head, tokens) for piece in part for head, tokens in softmaxes(piece))
     assert found == expected
@@ -109,9 +109,11 @@ def test_plan_of_a_part_of_the_heads_is_that_part_and_has_views(
 
 @pytest.mark.parametrize("segments", [range(1), range(1, 3), range(3, 5), range(4, 5), range(2, 2)], ids=str)
 def test_a_part_of_the_segments_has_their_softmaxes_and_no_others(segments: range) -> None:
-    pattern, num_heads = DilatedPattern((7,), (3,)), 5  # segments of 7 tokens, the last of 3
-    everything = [each for piece in segment_pieces(pattern, 0, 11, 31, num_heads, False) for each in softmaxes(piece)]
-    some = [each for piece in segment_pieces(pattern, 0, 11, 31, num_heads, False, segments=segments) for each in softmaxes(piece)]
+    pattern, num_kv_heads = DilatedPattern((7,), (3,)), 5  # segments of 7 tokens, the last of 3
+    everything = [each for piece in segment_pieces(pattern, 0, 11, 31, num_kv_heads, False) for each in softmaxes(piece)]
+    some = [
+        each for piece in segment_pieces(pattern, 0, 11, 31, num_kv_heads, False, segments=segments) for each in softmaxes(piece)
+    ]
     expected = [each for each in everything if (each[1][0] - 11) // 7 in segments]
     assert sorted(some) == sorted(expected)
 

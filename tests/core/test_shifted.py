@@ -32,7 +32,7 @@ def test_a_part_of_the_heads_is_that_part_of_the_model(rule: Any, held: range) -
     case = Case(replace(TORCHSCALE, heads=rule), num_tokens=41, kv_heads=5, group=2)
     queries, keys = slice(2 * held.start, 2 * held.stop), slice(held.start, held.stop)
     q, k, v = (x[:, :, part] for x, part in zip(case.tensors(), (queries, keys, keys)))
-    call = Call(case.pattern, scale=case.head_dim**-0.5, num_heads=5, first_head=held.start, return_lse=True)
+    call = Call(case.pattern, scale=case.head_dim**-0.5, num_kv_heads=5, first_head=held.start, return_lse=True)
     out, lse = attend(q, k, v, call)
     expected_out, expected_lse, *_ = run_reference(case)
     torch.testing.assert_close(out, expected_out[:, :, queries], **EXACT)

@@ -34,7 +34,7 @@ class Simulated(CacheRanks):
         lengths = call.shard_lengths
         assert lengths is not None
         q, k, v = (self.whole(x, lengths) for x in (q, k, v))
-        out, _ = attend(q, k, v, call.replaced(shard_lengths=None, first_head=0, num_heads=None, backend="auto"))
+        out, _ = attend(q, k, v, call.replaced(shard_lengths=None, first_head=0, num_kv_heads=None, backend="auto"))
         return out.split(list(lengths), dim=1)[self.rank]
 
     def whole(self, x: Tensor, lengths: Any, dim: int = 1) -> Tensor:

@@ -66,7 +66,7 @@ def simulate(
         here = case.shard(rank)
         q, k, v = (given[name][:, here].to(device, dtype, copy=True).requires_grad_() for name in "qkv")
         table = mods.table(q.shape[2])
-        options = {"key_padding_mask": None if mask is None else mask[:, here].to(device), "num_heads": case.kv_heads}
+        options = {"key_padding_mask": None if mask is None else mask[:, here].to(device), "num_kv_heads": case.kv_heads}
         options |= {"backend": backend, **mods.functions(table.to(device, dtype))}
         call = Call(case.pattern, case.is_causal, case.scale, **options)
         context = {"plan": plan, "exchange": exchange, "rank": rank, "seed": None}

@@ -40,10 +40,10 @@ class Segment:
 def segments_of(plan: ContextPlan, branch: int) -> Iterator[Segment]:
     pattern = plan.pattern
     rate = pattern.dilation_rates[branch]
-    for head in pattern.head_range(branch, plan.num_heads):
+    for head in pattern.head_range(branch, plan.num_kv_heads):
         if head not in plan.within:
             continue
-        offset = pattern.offset(branch, head, plan.num_heads)
+        offset = pattern.offset(branch, head, plan.num_kv_heads)
         for start, num_tokens in plan.documents:
             if not num_tokens:
                 continue
@@ -133,11 +133,17 @@ def plans(draw: st.DrawFn) -> ContextPlan:
     )
     shards = tuple(draw(st.lists(st.integers(0, 17 if wide else 29), min_size=5 if wide else 1, max_size=7)))
     documents = draw(documents_of(sum(shards), 1 if wide else 4))
-    num_heads = draw(st.integers(max(4 if wide else 1, least_heads(pattern)), 6))
-    held = draw(st.integers(3 if wide else 1, num_heads))
-    first = draw(st.integers(0, num_heads - held))
+    num_kv_heads = draw(st.integers(max(4 if wide else 1, least_heads(pattern)), 6))
+    held = draw(st.integers(3 if wide else 1, num_kv_heads))
+    first = draw(st.integers(0, num_kv_heads - held))
     return context_plan(
-        unshifted(pattern), shards, num_heads, range(first, first + held), draw(st.integers(1, 3)), documents, draw(st.booleans())
+        unshifted(pattern),
+        shards,
+        num_kv_heads,
+        range(first, first + held),
+        draw(st.integers(1, 3)),
+        documents,
+        draw(st.booleans()),
     )
 
 
@@ -155,10 +161,16 @@ def wild_plans(draw: st.DrawFn) -> ContextPlan:
     )
     shards = tuple(draw(st.lists(st.sampled_from((0, 1, 2, 3, 13, 19, 23)), min_size=2, max_size=7)))
     documents = draw(documents_of(sum(shards), 3))
-    num_heads = max(draw(st.sampled_from((1, 3, 7, 67))), least_heads(pattern))  # 67: more than a word of bits
-    first = draw(st.integers(0, min(2, num_heads - 1)))
+    num_kv_heads = max(draw(st.sampled_from((1, 3, 7, 67))), least_heads(pattern))  # 67: more than a word of bits
+    first = draw(st.integers(0, min(2, num_kv_heads - 1)))
     return context_plan(
-        unshifted(pattern), shards, num_heads, range(first, num_heads), draw(st.integers(1, 2)), documents, draw(st.booleans())
+        unshifted(pattern),
+        shards,
+        num_kv_heads,
+        range(first, num_kv_heads),
+        draw(st.integers(1, 2)),
+        documents,
+        draw(st.booleans()),
     )
 
 
@@ -166,6 +178,6 @@ def even(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(num_tokens * (i + 1) // num_ranks - num_tokens * i // num_ranks for i in range(num_ranks))
 
 
-def plan_of(pattern: DilatedPattern, num_tokens: int, num_ranks: int, num_heads: int, *, is_causal: bool = False) -> ContextPlan:
+def plan_of(pattern: DilatedPattern, num_tokens: int, num_ranks: int, num_kv_heads: int, *, is_causal: bool = False) -> ContextPlan:
     document = ((0, num_tokens),)
-    return context_plan(pattern, even(num_tokens, num_ranks), num_heads, range(num_heads), 1, document, is_causal)
+    return context_plan(pattern, even(num_tokens, num_ranks), num_kv_heads, range(num_kv_heads), 1, document, is_causal)

@@ -98,7 +98,7 @@ def run_ranks(num_ranks: int, work: Callable[[int], object]) -> list[object]:
 def work_of(
     inputs: Inputs, plan: ContextPlan, exchange: str, rank: int, scale: float, *, dropout_p: float = 0.0, seed: int | None = None
 ) -> TaskAttention:
-    heads = {"first_head": plan.within.start, "num_heads": plan.num_heads}
+    heads = {"first_head": plan.within.start, "num_kv_heads": plan.num_kv_heads}
     call = Call(plan.pattern, plan.is_causal, scale, dropout_p, backend="sdpa", **heads)
     inputs = inputs._replace(seed=None if seed is None else torch.tensor([seed]))
     return TaskAttention(inputs, op_options=call.op_options(), plan=plan, exchange=exchange, rank=rank)

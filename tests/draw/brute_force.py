@@ -20,10 +20,10 @@ def tiles_of(joined: NDArray[np.bool_], block_size: int) -> tuple[NDArray[np.boo
 
 
 def brute_force(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, head: int, block_size: int, is_causal: bool
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, head: int, block_size: int, is_causal: bool
 ) -> tuple[Tally, NDArray[np.bool_], NDArray[np.bool_]]:
     """Looks at every pair of the sequence, and of the kept rows of every branch."""
-    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)[:, head]
+    joined = joined_by(pattern, num_tokens, num_kv_heads, is_causal=is_causal)[:, head]
     kept = [np.flatnonzero(each.diagonal()) for each in joined]
     packed = sum(int(tiles_of(each[np.ix_(rows, rows)], block_size)[0].sum()) for each, rows in zip(joined, kept))
     visited, full = tiles_of(joined.any(axis=0), block_size)

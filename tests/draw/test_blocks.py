@@ -26,16 +26,16 @@ def test_heads_are_named_briefly(heads: tuple[int, ...], text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pattern", "num_tokens", "num_heads", "block_size", "is_causal"),
+    ("pattern", "num_tokens", "num_kv_heads", "block_size", "is_causal"),
     [
         (DilatedPattern((100, 1500, 2000), (1, 300, 2), heads="grouped"), 3100, 7, 128, True),
         (DilatedPattern.longnet(), 1048576, 12, 128, True),
     ],
 )
 def test_picture_has_sharp_cells_and_no_text_on_text(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, block_size: int, is_causal: bool
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, block_size: int, is_causal: bool
 ) -> None:
-    figure = draw_blocks(pattern, num_tokens, num_heads, block_size=block_size, is_causal=is_causal, name="a name")
+    figure = draw_blocks(pattern, num_tokens, num_kv_heads, block_size=block_size, is_causal=is_causal, name="a name")
     figure.canvas.draw()
     texts = texts_of_panels(figure)
     for axes in figure.axes:

@@ -24,7 +24,7 @@ MANY = DilatedPattern(tuple(range(16, 256, 16)), tuple(range(1, 16)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pattern", "num_tokens", "num_heads", "is_causal"),
+    ("pattern", "num_tokens", "num_kv_heads", "is_causal"),
     [
         (THREE, 61, 12, True),
         (MANY, 61, 2, False),
@@ -33,11 +33,11 @@ MANY = DilatedPattern(tuple(range(16, 256, 16)), tuple(range(1, 16)))
     ],
 )
 def test_picture_has_sharp_cells_and_no_text_on_text(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, is_causal: bool
 ) -> None:
-    figure = draw(pattern, num_tokens, num_heads, is_causal=is_causal, name="a name")
+    figure = draw(pattern, num_tokens, num_kv_heads, is_causal=is_causal, name="a name")
     figure.canvas.draw()
-    assert len(figure.axes) == num_heads
+    assert len(figure.axes) == num_kv_heads
     for axes in figure.axes:
         pixels = axes.bbox.width / num_tokens
         assert pixels == pytest.approx(round(pixels), abs=1e-6)
@@ -98,7 +98,7 @@ def test_dollar_signs_in_names_are_dollar_signs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((THREE, 3, 65), "num_heads must be at most 64, got 65"),
+        ((THREE, 3, 65), "num_kv_heads must be at most 64, got 65"),
         ((THREE, 0, 3), "num_tokens must be at least 1, got 0"),
         ((THREE, "7", 2), "num_tokens must be an integer, got '7'"),
         ((None, 7, 2), "pattern must be a DilatedPattern, got NoneType"),

@@ -25,17 +25,17 @@ def of_head(found: list[HeadTiles], head: int) -> HeadTiles:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("pattern", "num_tokens", "num_heads", "block_size"), CASES)
+@pytest.mark.parametrize(("pattern", "num_tokens", "num_kv_heads", "block_size"), CASES)
 def test_numbers_and_cells_equal_a_look_at_every_pair_and_the_block_mask(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, block_size: int, is_causal: bool
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, block_size: int, is_causal: bool
 ) -> None:
-    found = head_tiles(pattern, num_tokens, num_heads, block_size, 1, is_causal=is_causal)
-    assert sorted(head for of in found for head in of.heads) == list(range(num_heads))
+    found = head_tiles(pattern, num_tokens, num_kv_heads, block_size, 1, is_causal=is_causal)
+    assert sorted(head for of in found for head in of.heads) == list(range(num_kv_heads))
     mask = create_dilated_block_mask(
-        pattern, num_heads, seq_len=num_tokens, is_causal=is_causal, device="cpu", BLOCK_SIZE=block_size
+        pattern, num_kv_heads, seq_len=num_tokens, is_causal=is_causal, device="cpu", BLOCK_SIZE=block_size
     )
-    for head in range(num_heads):
-        tally, visited, full = brute_force(pattern, num_tokens, num_heads, head, block_size, is_causal)
+    for head in range(num_kv_heads):
+        tally, visited, full = brute_force(pattern, num_tokens, num_kv_heads, head, block_size, is_causal)
         _, each, cells = of_head(found, head)
         assert each == tally
         assert (each.partial, each.full) == (mask.kv_num_blocks[0, head].sum(), mask.full_kv_num_blocks[0, head].sum())
@@ -43,7 +43,7 @@ def test_numbers_and_cells_equal_a_look_at_every_pair_and_the_block_mask(
         if is_causal:
             expected[np.triu_indices(len(expected), k=1)] = Cell.FUTURE
         np.testing.assert_array_equal(cells, expected)
-    assert all_heads(found).pairs == pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
+    assert all_heads(found).pairs == pattern.count_pairs(num_tokens, num_kv_heads, is_causal=is_causal)
 
 
 @pytest.mark.parametrize(("group", "is_causal"), [(2, False), (2, True), (5, True), (100, False)])

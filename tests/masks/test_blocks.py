@@ -97,16 +97,18 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
 @example(DilatedPattern((300,), (1,)), 200, 1, 0, (16, 8), "any")  # one segment, its ragged last blocks never full
 @example(DilatedPattern((97, 97), (29, 97)), 200, 5, 4, (8, 5), "before")  # rates larger than a block
 def test_lists_hold_the_blocks_that_a_look_at_all_pairs_finds(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, head: int, sizes: tuple[int, int], order: Direction
+    pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, head: int, sizes: tuple[int, int], order: Direction
 ) -> None:
-    num_heads = max(num_heads, least_heads(pattern))
-    head %= num_heads
+    num_kv_heads = max(num_kv_heads, least_heads(pattern))
+    head %= num_kv_heads
     segments, near = pattern.split("tests")
     branches: Branches = tuple(
-        (w, r, pattern.offset(i, head, num_heads)) for i, (w, r) in enumerate(segments) if head in pattern.head_range(i, num_heads)
+        (w, r, pattern.offset(i, head, num_kv_heads))
+        for i, (w, r) in enumerate(segments)
+        if head in pattern.head_range(i, num_kv_heads)
     )
     branches += (near,) if near else ()
-    found = head_branches(pattern, head, num_heads, num_tokens)
+    found = head_branches(pattern, head, num_kv_heads, num_tokens)
     compare(block_lists(found, num_tokens, *sizes, order), join(branches, num_tokens, order), sizes)
 
 

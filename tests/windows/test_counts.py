@@ -32,9 +32,9 @@ def random_question(seed: int) -> tuple[DilatedPattern, int, int, bool]:
     return pattern, num_tokens, rng.randint(max(1, len(lengths)), 5), rng.random() < 0.5
 
 
-def joined_by(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> NDArray[np.bool_]:
+def joined_by(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool) -> NDArray[np.bool_]:
     """`(branches, H, N, N)`: whether a branch joins a query and a key in a head; window and global tokens are the last branches."""
-    found = np.zeros((len(pattern.branches), num_heads, num_tokens, num_tokens), dtype=bool)
+    found = np.zeros((len(pattern.branches), num_kv_heads, num_tokens, num_tokens), dtype=bool)
     for query in range(num_tokens):
         for key in range(query + 1 if is_causal else num_tokens):
             is_global = min(query, key) < pattern.global_tokens
@@ -42,8 +42,8 @@ def joined_by(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_ca
                 found[-1 if is_global else len(pattern.segment_lengths), :, query, key] = True
                 continue
             for i, (length, rate) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates)):
-                for head in pattern.head_range(i, num_heads):
-                    kept = all(p % length % rate == pattern.offset(i, head, num_heads) for p in (query, key))
+                for head in pattern.head_range(i, num_kv_heads):
+                    kept = all(p % length % rate == pattern.offset(i, head, num_kv_heads) for p in (query, key))
                     found[i, head, query, key] = kept and query // length == key // length
     return found
 
@@ -55,15 +55,15 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "num_tokens", "num_heads", "is_causal"), QUESTIONS)
-def test_counts_equal_a_look_at_every_pair(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
-    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
-    sizes = pattern, num_tokens, num_heads
+@pytest.mark.parametrize(("pattern", "num_tokens", "num_kv_heads", "is_causal"), QUESTIONS)
+def test_counts_equal_a_look_at_every_pair(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, is_causal: bool) -> None:
+    joined = joined_by(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
+    sizes = pattern, num_tokens, num_kv_heads
     assert analysis.count_pairs(*sizes, is_causal=is_causal) == tuple(tuple(head.sum() for head in branch) for branch in joined)
     counted = analysis.count_multiplicities(*sizes, is_causal=is_causal)
     assert list(counted) == [Counter(head[head > 0].tolist()) for head in joined.sum(axis=0)]
-    assert pattern.first_token_without_head(num_tokens, num_heads) is None
-    assert len(analysis.missing_residues(pattern, num_heads)) == len(pattern.branches)
+    assert pattern.first_token_without_head(num_tokens, num_kv_heads) is None
+    assert len(analysis.missing_residues(pattern, num_kv_heads)) == len(pattern.branches)
 
     step, everything = joined.any(axis=(0, 1)), np.tri(num_tokens, dtype=bool) if is_causal else np.ones_like(joined[0, 0])
     seen, layers = [np.eye(num_tokens, dtype=bool)], None
@@ -71,12 +71,12 @@ def test_counts_equal_a_look_at_every_pair(pattern: DilatedPattern, num_tokens: 
         layers = len(seen) - 1 if (seen[-1] == everything).all() else None
         seen.append(seen[-1].astype(int) @ step > 0)
     assert analysis.layers_to_cover(*sizes, is_causal=is_causal) == layers
-    boundary = pattern.first_uncrossed_boundary(num_tokens, num_heads)
+    boundary = pattern.first_uncrossed_boundary(num_tokens, num_kv_heads)
     if pattern.window != 1:
         assert layers is not None
         assert boundary is None
     elif pattern.segment_lengths:  # a token that sees itself crosses nothing
-        assert boundary == replace(pattern, window=None).first_uncrossed_boundary(num_tokens, num_heads)
+        assert boundary == replace(pattern, window=None).first_uncrossed_boundary(num_tokens, num_kv_heads)
     for layer, expected in enumerate(seen):
         np.testing.assert_array_equal(analysis.reachable(*sizes, layers=layer, is_causal=is_causal), expected)
         for query in range(0, num_tokens, 5):
@@ -86,9 +86,9 @@ def test_counts_equal_a_look_at_every_pair(pattern: DilatedPattern, num_tokens: 
 
 @pytest.mark.parametrize("seed", range(120, 135))
 def test_pictures_count_the_window(seed: int) -> None:
-    pattern, num_tokens, num_heads, is_causal = random_question(seed)
-    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
-    times, sizes = joined.sum(axis=0), (pattern, num_tokens, num_heads)
+    pattern, num_tokens, num_kv_heads, is_causal = random_question(seed)
+    joined = joined_by(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
+    times, sizes = joined.sum(axis=0), (pattern, num_tokens, num_kv_heads)
     starts = np.arange(0, num_tokens, size := 1 + seed % 7)
     expected = np.add.reduceat(np.add.reduceat(times, starts, axis=1), starts, axis=2)
     np.testing.assert_array_equal(cell_counts(*sizes, size, is_causal=is_causal), expected)
@@ -100,14 +100,14 @@ def test_pictures_count_the_window(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(200, 220))
 def test_tiles_equal_a_look_at_every_pair(seed: int) -> None:
-    (pattern, num_tokens, num_heads, is_causal), size = random_question(seed), 1 + seed % 5
-    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
+    (pattern, num_tokens, num_kv_heads, is_causal), size = random_question(seed), 1 + seed % 5
+    joined = joined_by(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     position = np.arange(num_tokens)
     query, key = position[:, None], position
     masks = [abs(query - key) < pattern.window, np.minimum(query, key) < pattern.global_tokens]  # type: ignore[operator]
     plain = replace(pattern, window=None, global_tokens=0) if pattern.segment_lengths else None
-    of_segments = [] if plain is None else [*segments_joined_by(plain, num_tokens, num_heads, is_causal=is_causal)]
-    for each in head_tiles(pattern, num_tokens, num_heads, size, 1, is_causal=is_causal):
+    of_segments = [] if plain is None else [*segments_joined_by(plain, num_tokens, num_kv_heads, is_causal=is_causal)]
+    for each in head_tiles(pattern, num_tokens, num_kv_heads, size, 1, is_causal=is_causal):
         for head in each.heads:
             visited, full = tiles_of(joined[:, head].any(axis=0), size)
             rows = [branch[head][np.ix_(kept, kept)] for branch in of_segments if (kept := branch[head].diagonal()).any()]
@@ -137,10 +137,10 @@ def test_layers_of_a_million_tokens() -> None:
 
 def test_few_queries_represent_all_where_segments_span_the_sequence() -> None:
     for seed in range(200, 300):
-        pattern, num_tokens, num_heads, is_causal = random_question(seed)
+        pattern, num_tokens, num_kv_heads, is_causal = random_question(seed)
         long = replace(pattern, segment_lengths=[max(num_tokens, length) for length in pattern.segment_lengths])
-        seen = [analysis.reachable(long, num_tokens, num_heads, layers=n, is_causal=is_causal).sum() for n in range(50)]
-        found = analysis.layers_to_cover(long, num_tokens, num_heads, is_causal=is_causal)
+        seen = [analysis.reachable(long, num_tokens, num_kv_heads, layers=n, is_causal=is_causal).sum() for n in range(50)]
+        found = analysis.layers_to_cover(long, num_tokens, num_kv_heads, is_causal=is_causal)
         most = num_tokens * (num_tokens + 1) // 2 if is_causal else num_tokens**2
         assert found == (seen.index(most) if most in seen else None)
 

@@ -121,8 +121,8 @@ def computed(plan: ContextPlan, exchange: str) -> Iterator[tuple[int, int, int, 
     holder = [rank for rank, length in enumerate(plan.shard_lengths) for _ in range(length)]
     for branch in range(len(plan.pattern.branches)):
         for start, num_tokens in plan.documents:
-            _, joined = joined_rows(plan.pattern, branch, num_tokens, plan.num_heads, is_causal=plan.is_causal)
-            for head in range(plan.num_heads):
+            _, joined = joined_rows(plan.pattern, branch, num_tokens, plan.num_kv_heads, is_causal=plan.is_causal)
+            for head in range(plan.num_kv_heads):
                 ranks = far_executors(plan, branch, head, exchange) if branch < len(plan.lengths) else {}
                 for i, j in joined[head].nonzero().tolist():
                     # Without causality, global tokens travel as queries.

@@ -88,9 +88,9 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
     spans, order = arrange(documents(call.cu_seqlens, q.shape[1]), q.device)
     runs = runs_of(spans)
-    num_heads, within = call.num_heads or k.shape[2], call.part_of_heads(k.shape[2])
+    num_kv_heads, within = call.num_kv_heads or k.shape[2], call.part_of_heads(k.shape[2])
     plans = [
-        plan_pieces(pattern, tuple((i * length, length) for i in range(count)), num_heads, call.is_causal, within)
+        plan_pieces(pattern, tuple((i * length, length) for i in range(count)), num_kv_heads, call.is_causal, within)
         for _, length, count in runs
     ]
     if call.is_modified() and any(piece.zero_keys for pieces in plans for piece in pieces):

@@ -85,7 +85,7 @@ def _attend_tile(
     kv_heads = _heads(op_options, tile.branch, within)
     first, lanes = (kv_heads.start - within.start) * group, len(kv_heads) * group
     offset = torch.cat(
-        [torch.full((group,), pattern.offset(tile.branch, head, op_options.num_heads), device=device) for head in kv_heads]
+        [torch.full((group,), pattern.offset(tile.branch, head, op_options.num_kv_heads), device=device) for head in kv_heads]
     )
 
     softmax = torch.arange(batch_size * num_segments * lanes, device=device)[:, None]  # (Z, 1): batch, segment, lane
@@ -137,7 +137,7 @@ def _attend_tile(
 
 def _heads(op_options: OpOptions, branch: int, within: range) -> range:
     """The key/value heads of a part of a model that run a branch."""
-    heads = op_options.pattern.head_range(branch, op_options.num_heads)
+    heads = op_options.pattern.head_range(branch, op_options.num_kv_heads)
     return range(max(heads.start, within.start), min(heads.stop, within.stop))
 
 

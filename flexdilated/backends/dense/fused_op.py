@@ -60,8 +60,8 @@ def _piece_loop(inputs: Inputs, op_options: OpOptions, choice: Choice | None) ->
         q, k, v, mask, *others = inputs
         inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *others)
     kv_heads = inputs.k.shape[2]
-    within = None if kv_heads == op_options.num_heads else range(op_options.first_head, op_options.first_head + kv_heads)
-    pieces = plan_pieces(op_options.pattern, spans, op_options.num_heads, op_options.is_causal, within)
+    within = None if kv_heads == op_options.num_kv_heads else range(op_options.first_head, op_options.first_head + kv_heads)
+    pieces = plan_pieces(op_options.pattern, spans, op_options.num_kv_heads, op_options.is_causal, within)
     seed = None if inputs.seed is None else fold_in(int(inputs.seed.item()), op_options.first_head << 32)
     return PieceLoop(inputs, op_options, pieces, seed, choice), inputs, order
 

@@ -44,7 +44,7 @@ class Slab(NamedTuple):
     options: Options
 
 
-class Plan(NamedTuple):
+class SlabPlan(NamedTuple):
     """What a loop does in every call of equal sizes: its pieces, and its slabs."""
 
     pieces: tuple[Piece, ...]
@@ -59,11 +59,11 @@ def _plan(
     scale: float,
     cuts: tuple[int, int, int, int, int],
     offsets_apart: bool,
-) -> Plan:
+) -> SlabPlan:
     """The plan of pieces; `cuts`: sizes as `slabs_of` takes them."""
     pieces = dense_pieces(pieces, windows)
     parts, options = slabs_of(pieces, *cuts, offsets_apart=offsets_apart), Options(is_causal=False, scale=scale)
-    return Plan(pieces, parts, tuple(Slab(i, piece, options.within(piece)) for i, piece in enumerate(parts.pieces)))
+    return SlabPlan(pieces, parts, tuple(Slab(i, piece, options.within(piece)) for i, piece in enumerate(parts.pieces)))
 
 
 @recent(size=lambda found, *arguments: 2 * PIECE_BYTES * sum(map(len, found)))
@@ -73,7 +73,7 @@ def _layouts(parts: Slabs, group: int, queries: tuple[Strided, ...], keys: tuple
     return found + [layouts(parts, size, strides, 1, of_keys=True) for size, strides in keys]
 
 
-class Rows(NamedTuple):
+class SlabRows(NamedTuple):
     """The rows of slabs in a tensor `(B, N, H, D)` or `(B, N, H)`."""
 
     x: Tensor
@@ -124,11 +124,11 @@ class PieceLoop:
         self.plan = _plan(pieces, self.kernel.windows, op_options.scale, cuts, apart)
         self.pieces = self.plan.pieces
 
-    def rows(self, *queries: Tensor, keys: tuple[Tensor, ...] = ()) -> list[Rows]:
+    def rows(self, *queries: Tensor, keys: tuple[Tensor, ...] = ()) -> list[SlabRows]:
         """The rows of slabs in tensors that have rows of queries, then in those that have rows of keys."""
         sizes = (tuple((x.shape, x.stride()) for x in tensors) for tensors in (queries, keys))
         found = _layouts(self.plan.parts, self.group, *sizes)
-        return [Rows(x, int(x.storage_offset()), layouts_of_x) for x, layouts_of_x in zip((*queries, *keys), found)]
+        return [SlabRows(x, int(x.storage_offset()), layouts_of_x) for x, layouts_of_x in zip((*queries, *keys), found)]
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
@@ -146,7 +146,7 @@ class PieceLoop:
         ignored = None if self._key_padding_mask is None else self.rows(keys=(self._key_padding_mask,))[0]
         return (self._with_values(slab, ignored) for slab in self.plan.slabs)
 
-    def _with_values(self, slab: Slab, ignored: Rows | None) -> Slab:
+    def _with_values(self, slab: Slab, ignored: SlabRows | None) -> Slab:
         """A slab whose options hold the values of this call."""
         options = slab.options
         if ignored is not None:
@@ -155,7 +155,7 @@ class PieceLoop:
             options = options._replace(dropout=self._dropout._replace(seed=fold_in(self._dropout.seed, slab.number)))
         return slab._replace(options=options)
 
-    def inputs(self, slab: Slab, rows: Sequence[Rows]) -> list[Tensor]:
+    def inputs(self, slab: Slab, rows: Sequence[SlabRows]) -> list[Tensor]:
         """A slab's q, k, v and more tensors as the kernel takes them. Ignored keys and values are zeroed, whatever they hold."""
         tensors = []
         for x, first, layouts_of_x in rows:
@@ -176,7 +176,7 @@ class PieceLoop:
             add_zero_keys_(out, lse, slab.piece.zero_keys)
         return out, lse
 
-    def merge(self, slab: Slab, out: Rows, lse: Rows, out_i: Tensor, lse_i: Tensor) -> None:
+    def merge(self, slab: Slab, out: SlabRows, lse: SlabRows, out_i: Tensor, lse_i: Tensor) -> None:
         """Merge a slab's results, as a kernel gives them, into running results."""
         out_layout, lse_layout = out.layouts[slab.number], lse.layouts[slab.number]
         if self._merging and (view := out.view(slab)) is not None:
@@ -193,7 +193,7 @@ class PieceLoop:
         rows = out.x.as_strided(size, strides, out.first + first)
         merge_(rows, lse.x.as_strided(lse_size, lse_strides, lse.first + lse_first), out_i, lse_i)
 
-    def add(self, slab: Slab, sums: Sequence[Rows], terms: Sequence[Tensor]) -> None:
+    def add(self, slab: Slab, sums: Sequence[SlabRows], terms: Sequence[Tensor]) -> None:
         """Add a slab's gradients, as a kernel gives them, to running sums; the first pieces write every row."""
         for (x, first, layouts_of_x), term in zip(sums, terms):
             box, view, _ = layouts_of_x[slab.number]

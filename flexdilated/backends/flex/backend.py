@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.autograd.combine import mix
-from flexdilated.backends.flex.cost import Layout, Shape, choose_layout
+from flexdilated.backends.flex.cost import Packing, Shape, choose_layout
 from flexdilated.backends.flex.rows import attend_piece, run_kernel
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import refuse_zero_keys
@@ -47,7 +47,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Te
     return torch.cat(outs, dim=1), torch.cat([lse for lse in lses if lse is not None], dim=2) if call.return_lse else None
 
 
-def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
+def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Packing:
     """The layout for a document of `length` tokens."""
     pattern = call.pattern
     zero_keys = any(piece.zero_keys for piece in _pieces(length, k, call))
@@ -142,4 +142,4 @@ def _packed(
 def _pieces(length: int, k: Tensor, call: Call) -> tuple[Piece, ...]:
     """The pieces of a document of `length` tokens, for the key/value heads held here."""
     kv_heads = k.shape[2]
-    return plan_pieces(call.pattern, ((0, length),), call.num_heads or kv_heads, call.is_causal, call.part_of_heads(kv_heads))
+    return plan_pieces(call.pattern, ((0, length),), call.num_kv_heads or kv_heads, call.is_causal, call.part_of_heads(kv_heads))

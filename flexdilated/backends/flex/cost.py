@@ -12,7 +12,7 @@ from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.core.tracing import answers_while_traced
 from flexdilated.masks.blocks import HeadBranch, head_branches
 
-Layout = Literal["packed", "fused"]
+Packing = Literal["packed", "fused"]
 BLOCK = 128
 
 # Estimates for a recent data-centre GPU, from its published rates at about half of their peak: a tile of 128 x 128 pairs takes
@@ -78,13 +78,13 @@ def fused_cost(pattern: DilatedPattern, shape: Shape) -> Cost:
     return Cost(tiles, 1, 4 * shape.batch * shape.num_tokens * shape.num_heads * shape.head_dim * shape.element)
 
 
-def choose_layout(pattern: DilatedPattern, shape: Shape) -> Layout:
+def choose_layout(pattern: DilatedPattern, shape: Shape) -> Packing:
     """The layout of the lower estimate."""
     return _choose_layout(tuple(shape), encode(pattern))
 
 
 @answers_while_traced  # a compiler would trace loops over all blocks
-def _choose_layout(sizes: tuple[Any, ...], encoded_pattern: list[int]) -> Layout:
+def _choose_layout(sizes: tuple[Any, ...], encoded_pattern: list[int]) -> Packing:
     pattern, shape = decode(encoded_pattern), Shape(*sizes)
     packed, fused = packed_cost(pattern, shape), fused_cost(pattern, shape)
     return "fused" if fused.picoseconds(shape.head_dim) < packed.picoseconds(shape.head_dim) else "packed"

@@ -14,7 +14,7 @@ import typer
 from flexdilated.cli.options import DTYPES, DeviceOption, device_named, device_of_rank
 from flexdilated.cli.refusal import refuse
 from flexdilated.cli.slides import shared
-from flexdilated.cli.slides.run import Job, collected, run
+from flexdilated.cli.slides.run import EncodingJob, collected, run
 from flexdilated.slides.folder import list_slides
 from flexdilated.slides.grid import Reading
 from flexdilated.slides.source import digest_of
@@ -114,7 +114,7 @@ def encode_all(
         "table": table,
     }
     rank_slides = {name: path for i, (name, path) in enumerate(slides.items()) if i % count == rank}
-    job = Job(model, rank_slides, output, {**options, "storage": DTYPES[storage]}, settings, overwrite, shows=rank == 0)
+    job = EncodingJob(model, rank_slides, output, {**options, "storage": DTYPES[storage]}, settings, overwrite, shows=rank == 0)
     if count > 1:
         dist.init_process_group("gloo", timeout=RANKS_WAIT)
     try:

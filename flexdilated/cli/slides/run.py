@@ -25,7 +25,7 @@ SOME_FAILED = 1  # the exit code
 SHOWN = 3  # names of slides that failed for one reason
 
 
-class Job(NamedTuple):
+class EncodingJob(NamedTuple):
     """What one process has to do."""
 
     model: LongNetViT
@@ -37,7 +37,7 @@ class Job(NamedTuple):
     shows: bool  # whether it has the progress bar
 
 
-def run(job: Job) -> int:
+def run(job: EncodingJob) -> int:
     """Encode the slides that have no file yet; the exit code."""
     start, console = time.perf_counter(), Console(stderr=True)
     versions = {"flexdilated": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
@@ -85,7 +85,7 @@ def _slides(count: int) -> str:
     return f"{count:,} slide{'s' * (count != 1)}"
 
 
-def collected(job: Job, path: Path) -> None:
+def collected(job: EncodingJob, path: Path) -> None:
     """Join the files of the job's slides, those that have one."""
     names = [name for name in job.slides if store.file_of(job.output, name).is_file()]
     if not names:
@@ -96,7 +96,7 @@ def collected(job: Job, path: Path) -> None:
     typer.echo(f"collected {_slides(len(names))} in '{path}'")
 
 
-def _remaining(job: Job) -> tuple[dict[str, Path], _Failures]:
+def _remaining(job: EncodingJob) -> tuple[dict[str, Path], _Failures]:
     """The slides without a file, and those with one that was computed from another source file."""
     remaining, changed = {}, _Failures()
     for name, path in job.slides.items():

@@ -72,9 +72,9 @@ def pairs_by_rows(cut: CutSegments) -> Integers:
     pairs = np.zeros(cut.num_ranks, np.int64)
     for length, (rate, heads) in zip(cut.lengths, cut.kept):
         w = np.minimum(length, num_tokens)
-        for offset, num_heads in Counter(offset for _, offset in heads).items():
+        for offset, num_kv_heads in Counter(offset for _, offset in heads).items():
             pairs_before = (_pairs_before(cut, position, num_tokens, w, rate, offset) for position in (begin, end))
-            np.add.at(pairs, ranks, -num_heads * count * np.subtract(*pairs_before))
+            np.add.at(pairs, ranks, -num_kv_heads * count * np.subtract(*pairs_before))
     if cut.near:
         np.add.at(pairs, ranks, cut.num_kept[-1] * count * _near_pairs(cut, begin, end, num_tokens))
     return pairs
@@ -233,14 +233,14 @@ def _shares(pairs: Sequence[int], tokens: Sequence[int], total: int) -> list[int
     return [min(max(level - count, 0), limit) for count, limit in zip(pairs, limits)]
 
 
-def _ends(shares: Integers, num_heads: int, num_queries: int, *, is_causal: bool) -> list[int]:
+def _ends(shares: Integers, num_kv_heads: int, num_queries: int, *, is_causal: bool) -> list[int]:
     """Where each rank's interval ends, in the queries of all heads, one head after another."""
     total = int(shares.sum())
-    heads = np.cumsum(shares) * num_heads
+    heads = np.cumsum(shares) * num_kv_heads
     place, fraction = heads // total, heads % total / total
     # The pairs of causal queries grow with the square. A quotient and a root are rounded equally on every processor.
     row = np.rint(num_queries * (np.sqrt(fraction) if is_causal else fraction)).astype(np.int64)
-    least = LEAST * -(-len(shares) // num_heads)  # parts of a head, where it has several ranks
+    least = LEAST * -(-len(shares) // num_kv_heads)  # parts of a head, where it has several ranks
     row = np.where(row * least < num_queries, 0, np.where((num_queries - row) * least < num_queries, num_queries, row))
     ends: list[int] = (place * num_queries + row).tolist()
     return ends

@@ -59,7 +59,7 @@ class ContextPlan(CutSegments):
             "pattern": self.pattern.to_dict(),
             "world_size": self.num_ranks,
             "shard_lengths": _shown(self.shard_lengths),
-            "num_kv_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
             "kv_heads_held": [self.within.start, self.within.stop],
             "query_heads_per_kv_head": self.group,
             "documents": "none" if self.documents == ((0, self.num_tokens),) else _shown(self.documents),
@@ -158,7 +158,7 @@ class ContextPlan(CutSegments):
 def context_plan(
     pattern: DilatedPattern,
     shard_lengths: tuple[int, ...],
-    num_heads: int,
+    num_kv_heads: int,
     within: range,
     group: int,
     documents: tuple[tuple[int, int], ...],
@@ -169,7 +169,7 @@ def context_plan(
     Args:
         pattern: The attention pattern.
         shard_lengths: Tokens of each rank.
-        num_heads: Key/value heads of the whole model.
+        num_kv_heads: Key/value heads of the whole model.
         within: The key/value heads that these ranks hold.
         group: Query heads per key/value head.
         documents: `(first token, number of tokens)` of each packed document.
@@ -180,7 +180,7 @@ def context_plan(
         NotImplementedError: If torchscale's positions are shifted.
     """
     refuse_shifts(pattern, documents, "over ranks")
-    pattern.check_heads(num_heads)
+    pattern.check_heads(num_kv_heads)
     branches, widest = len(pattern.branches), max((rate for _, rate in pattern.split("the planner of ranks")[0]), default=1)
     # One number names a branch with a residue, or with a document and a token.
     if branches * max(2 * widest, len(documents) * (sum(shard_lengths) + 1)) >= 1 << 62:
@@ -188,7 +188,7 @@ def context_plan(
             f"pattern must be such that branches times twice the largest rate, and times documents and tokens, are below 2**62, "
             f"got {branches} branches, a rate of {widest}, {len(documents)} documents and {sum(shard_lengths)} tokens"
         )
-    return ContextPlan(pattern, shard_lengths, num_heads, within, group, documents=documents, is_causal=is_causal)
+    return ContextPlan(pattern, shard_lengths, num_kv_heads, within, group, documents=documents, is_causal=is_causal)
 
 
 def _shown(values: tuple[Any, ...]) -> Any:

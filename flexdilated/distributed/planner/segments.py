@@ -35,7 +35,7 @@ class BranchHeads(NamedTuple):
     heads: tuple[tuple[int, int], ...]  # (head, offset), ascending; heads count from `within.start`
 
 
-class Segments(NamedTuple):
+class SpanningSegments(NamedTuple):
     """Segments that span more than one shard. Every field is a `(segments,)` array, ordered by branch, then by token.
 
     Slot `s` of a segment is token `token + s` of the whole sequence. Its tokens are in the shards of `first_rank ... last_rank`.
@@ -50,8 +50,8 @@ class Segments(NamedTuple):
     first_rank: Integers  # inclusive
     last_rank: Integers  # inclusive
 
-    def where(self, chosen: Booleans | Integers | slice) -> Segments:
-        return Segments(*(x[chosen] for x in self))
+    def where(self, chosen: Booleans | Integers | slice) -> SpanningSegments:
+        return SpanningSegments(*(x[chosen] for x in self))
 
 
 class NearParts(NamedTuple):
@@ -93,7 +93,7 @@ class CutSegments:
 
     pattern: DilatedPattern
     shard_lengths: tuple[int, ...]  # contiguous in the order of ranks; some may be 0
-    num_heads: int  # key/value heads of the whole model
+    num_kv_heads: int  # key/value heads of the whole model
     within: range  # the key/value heads that these ranks hold
     group: int  # query heads per key/value head
     documents: tuple[tuple[int, int], ...]  # (first token, number of tokens) of each packed one
@@ -177,7 +177,7 @@ class CutSegments:
         return np.clip(self.limits[rank] - token, 0, size), np.clip(self.limits[np.add(rank, 1)] - token, 0, size)
 
     @cached_property
-    def all_segments(self) -> Segments:
+    def all_segments(self) -> SpanningSegments:
         """The segments of all branches that span more than one shard."""
         start, num_tokens = np.array(self.cut_documents, np.int64).reshape(-1, 2).T
         inner = np.unique(self.limits[1:-1])
@@ -195,7 +195,7 @@ class CutSegments:
         token, size = start + index * w, np.minimum(w, num_tokens - index * w)
         padded = w + -w % self.rates[branch] if self.pattern.zero_padding and not self.is_causal else size
         skipped = np.clip(start + self.near.global_tokens - token, 0, size)
-        segments = Segments(
+        segments = SpanningSegments(
             branch=branch,
             document_tokens=num_tokens,
             token=token,
@@ -256,7 +256,7 @@ class CutSegments:
         """Per branch, the heads of these ranks and their offsets."""
         branches = []
         for branch, rate in enumerate(self.rates.tolist()):
-            runs = self.pattern.head_runs(branch, self.num_heads, self.within)
+            runs = self.pattern.head_runs(branch, self.num_kv_heads, self.within)
             heads = sorted((run.start + j * run.step, run.offset) for run in runs for j in range(run.heads))
             branches.append(BranchHeads(rate, tuple(heads)))
         return tuple(branches)

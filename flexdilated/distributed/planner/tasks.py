@@ -12,7 +12,7 @@ from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.branch import Window
 from flexdilated.core.pieces import UNBOUNDED, Piece, branch_order, document_pieces, everything_kept
 from flexdilated.distributed.planner.plan import ContextPlan
-from flexdilated.distributed.planner.segments import Integers, Segments, kept_below, segments_between
+from flexdilated.distributed.planner.segments import Integers, SpanningSegments, kept_below, segments_between
 
 NOBODY: Integers = np.empty(0, np.int64)
 
@@ -65,7 +65,7 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
 
 
 def _tasks_of_part(
-    plan: ContextPlan, segment: Segments, offsets: Integers, slots: Sequence[int], *, is_before: bool
+    plan: ContextPlan, segment: SpanningSegments, offsets: Integers, slots: Sequence[int], *, is_before: bool
 ) -> Iterator[Task | None]:
     """Per offset, the task (without its lanes) of a part of a segment; None if no query is kept.
 
@@ -149,7 +149,7 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
             if left or isinstance(plan.pattern.branches[branch], Window):
                 groups.append((replace(plan.pattern, global_tokens=left), documents[:1]))
         for pattern, those in groups:
-            pieces += document_pieces(pattern, branch, those, plan.num_heads, plan.is_causal, within=plan.within, covers=covers)
+            pieces += document_pieces(pattern, branch, those, plan.num_kv_heads, plan.is_causal, within=plan.within, covers=covers)
     return tuple(pieces)
 
 

@@ -20,7 +20,7 @@ from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import ContextPlan, context_plan
 from flexdilated.distributed.runtime.transport import GroupTransport
 
-PLANNED = ("pattern", "is_causal", "engine", "first_head", "num_heads")  # in the plan's description, or free to differ
+PLANNED = ("pattern", "is_causal", "engine", "first_head", "num_kv_heads")  # in the plan's description, or free to differ
 
 
 class RankContext(NamedTuple):
@@ -44,7 +44,7 @@ class RankContext(NamedTuple):
         return context_plan(
             op_options.pattern,
             lengths,
-            op_options.num_heads,
+            op_options.num_kv_heads,
             within=within,
             group=inputs.q.shape[2] // kv_heads,
             documents=spans,

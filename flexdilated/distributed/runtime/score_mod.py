@@ -50,7 +50,7 @@ def refuse_zero_padding(plan: ContextPlan) -> None:
         NotImplementedError: If the plan has any.
     """
     if plan.pattern.zero_padding:
-        pieces = plan_pieces(plan.pattern, plan.documents, plan.num_heads, plan.is_causal, plan.within)
+        pieces = plan_pieces(plan.pattern, plan.documents, plan.num_kv_heads, plan.is_causal, plan.within)
         if any(piece.zero_keys for piece in pieces):
             refuse_zero_keys(plan.num_tokens)
 

@@ -95,7 +95,7 @@ class DilatedCacheLayer(CacheLayerMixin):
                 head_dim=k.shape[3],
                 max_length=self.max_length,
                 first_head=call.first_head,
-                total_kv_heads=call.num_heads,
+                total_kv_heads=call.num_kv_heads,
                 dtype=k.dtype,
                 device=k.device,
             )

@@ -127,7 +127,7 @@ def dilated_attention_forward(
         dropout_p=dropout,
         sinks=sinks,
         first_head=0 if shard is None else shard.first_key,
-        num_heads=None if shard is None else shard.total_key,
+        num_kv_heads=None if shard is None else shard.total_key,
         score_mod=None if softcap is None else uncached(_capped)(float(softcap)),
     )
     if context is None:

@@ -134,7 +134,7 @@ class Merging(NamedTuple):
 def test_library_backends_move_and_launch_what_is_counted(backend: str, drawn: tuple[DilatedPattern, Shape]) -> None:
     pattern, shape = drawn
     q, k, v = tensors(shape)
-    op_options = Call(pattern, shape.is_causal, 1.0, backend="sdpa", num_heads=shape.num_kv_heads).op_options()
+    op_options = Call(pattern, shape.is_causal, 1.0, backend="sdpa", num_kv_heads=shape.num_kv_heads).op_options()
     pieces = plan_pieces(pattern, ((0, shape.num_tokens),), shape.num_kv_heads, shape.is_causal)
     found = []
     for counter in (Counter(), Counter()):
