@@ -53,7 +53,8 @@ def set_pattern(
 
     Warns:
         UserWarning: If this model type was not compared with dense attention. Or as `flexdilated.MultiheadDilatedAttention`, of the
-            config's key/value heads; causal where the model's class or the config's `architectures` say so; others warn in the first call.
+            config's key/value heads. A model is causal where its class or the config's `architectures` say so; others warn in the
+            first call.
     """
     given = type(config).__name__
     if isinstance(config, nn.Module):
