@@ -87,11 +87,11 @@ def test_a_pattern_is_chosen_for_the_heads_and_set_in_a_model() -> None:
     model = build(None, num_attention_heads=12, num_key_value_heads=6)
     assert hub.set_pattern(model, PATTERN) is model.config
     assert model.config.dilated_pattern == PATTERN.to_dict()
-    for is_causal, name in ((True, "LlamaForCausalLM"), (False, "LlamaModel")):
-        model.config.architectures = [name]
+    for is_causal, name, given in ((True, None, model), (True, ["LlamaForCausalLM"], model.config), (False, None, model.config)):
+        model.config.architectures = name
         for budget, options in ((0.1, {}), (0.3, {"budget": 0.3})):
             expected = choose_pattern(1009, 6, budget=budget, is_causal=is_causal).shown[0].pattern
-            assert hub.set_pattern(model, "auto", tokens=1009, **options).dilated_pattern == expected.to_dict()
+            assert hub.set_pattern(given, "auto", tokens=1009, **options).dilated_pattern == expected.to_dict()
     model.config.dilated_pattern = None
     for pattern, options, message in (
         ("auto", {}, "tokens must be given with pattern='auto', got None; pass the length of the longest sequence"),
