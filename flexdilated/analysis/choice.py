@@ -137,7 +137,11 @@ def choose_pattern(
     ]
     if not shown:
         least = min(tried, key=lambda choice: choice.pairs)
-        shown = [replace(least, why=f"{least.why} It is the cheapest: budget={rounded_up(least.share):g} would do.")]
+        beyond = _beyond(least.pattern, num_tokens, num_kv_heads, is_causal)
+        shown = [replace(least, why=f"{least.why}{beyond} It is the cheapest: budget={rounded_up(least.share):g} would do.")]
+    if all(max(choice.pattern.segment_lengths) < num_tokens for choice in shown):
+        share = min(choice.share for choice in tried if max(choice.pattern.segment_lengths) >= num_tokens)
+        shown[0] = replace(shown[0], why=f"{shown[0].why} A branch over the whole sequence fits budget={rounded_up(share):g}.")
     for pattern in own_patterns:
         pairs = pattern.count_pairs(num_tokens, num_kv_heads, is_causal=is_causal)
         shown.append(judged(pattern, pairs, _about_given(pattern, num_tokens, num_kv_heads, is_causal=is_causal), is_given=True))

@@ -29,8 +29,8 @@ def is_crossed(
 ) -> bool:
     """Whether tokens from `boundary` on receive from all tokens that are `distance` or more before them.
 
-    All receive from the global tokens. Each branch is `(length, rate, kept offsets)`. The tokens near the boundary are looked at one
-    by one.
+    All receive from the global tokens. Each branch is `(length, rate, kept offsets)`. Looks at the tokens near the boundary, one by
+    one.
     """
     first = max(boundary - 3 * distance, 0)  # short runs: what crosses one boundary must cross the next as well
     received: list[int] = []  # a bit for each earlier token

@@ -40,7 +40,7 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         OSError: If it cannot be written. What was there stays.
     """
     path = Path(os.path.realpath(path))
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")  # other containers may have equal process ids
+    partial = path.with_name(f".{secrets.token_hex(8)}.part")  # other containers may have equal process ids
     try:
         with partial.open("xb") as file:
             yield file

@@ -42,7 +42,7 @@ class DilatedPattern:
 
     Args:
         segment_lengths: Tokens per segment, one length per branch, each in `[1, 2**40]`; it may exceed the sequence. May be
-            empty if there is a window.
+            empty if there is a window or a global token.
         dilation_rates: Every r-th token of a segment is kept, one rate per branch, `1 <= r <= w`.
         window: Size w of a sliding window, in `[1, 2**40]`, or None. A causal query sees itself and the w - 1 tokens before it;
             in a call that is not causal, also the w - 1 tokens after it. This is `sliding_window=w` in transformers, and

@@ -59,7 +59,7 @@ def test_all_that_is_tried_is_connected_and_counted_exactly(
 
 def test_the_cheapest_is_shown_where_none_is_within_the_budget() -> None:
     (only,) = choose_pattern(4096, 8, budget=1e-9).shown
-    assert only.why.endswith(" It is the cheapest: budget=0.0109 would do.")
+    assert " It is the cheapest: budget=0.0109 would do. A branch over the whole sequence fits budget=" in only.why
     assert choose_pattern(4096, 8, budget=0.0109).shown[0].pattern == only.pattern
     assert not only.is_within_budget
     assert only.pairs == min(each.pairs for each in choose_pattern(4096, 8).tried)
@@ -97,7 +97,7 @@ def test_sentences_of_causal_patterns_name_no_later_token() -> None:
     but = "all is seen after several layers, but some of the 6 tokens just before a token may stay unseen."
     assert found[3].why.endswith(beyond + but)
     far = choose_pattern(2**33, 9, budget=1e-5).shown[0]
-    assert far.why.endswith(beyond + "it takes several layers to see far tokens.")
+    assert beyond + "it takes several layers to see far tokens." in far.why
     dense = [choose_pattern(9, 1, budget=1.0, is_causal=is_causal).shown[0].why for is_causal in (False, True)]
     assert dense == [f"Dense attention: every token reads {what}." for what in ("all tokens", "itself and all tokens before it")]
 
@@ -164,3 +164,12 @@ def test_the_legend_of_the_picture_names_far_rates() -> None:
 def test_refuses(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=rf"^{re.escape(message)}"):
         choose_pattern(**{"num_tokens": 61, "num_kv_heads": 3, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "budget"), [(4096, 8, 0.01), (1000, 2, 0.2), (131072, 16, 0.003)])
+def test_the_budget_of_a_branch_over_the_whole_sequence_is_said_where_none_fits(tokens: int, heads: int, budget: float) -> None:
+    first = choose_pattern(tokens, heads, budget=budget, is_causal=True).shown[0]
+    assert "No segment is as long as the sequence" in first.why
+    fits = float(first.why.removesuffix(".").rpartition("fits budget=")[2])
+    shown = choose_pattern(tokens, heads, budget=fits, is_causal=True, most=99).shown
+    assert any(max(choice.pattern.segment_lengths) >= tokens for choice in shown)

@@ -95,6 +95,8 @@ def _chosen(config: Any, heads: int | None, tokens: int | None, budget: float, *
         digits = 10 ** (2 - math.floor(math.log10(best.share)))
         least = math.ceil(best.share * digits) / digits  # rounded up: this budget is accepted
         raise ValueError(f"budget must be at least {least:.3g} for {tokens} tokens and {heads} key/value heads, got {budget}")
+    if max(best.pattern.segment_lengths) < tokens:
+        warnings.warn(f"pattern='auto' chose {best.pattern}. {best.why}", stacklevel=3)
     return best.pattern
 
 
