@@ -41,6 +41,7 @@ class Piece(NamedTuple):
     zero_keys: int  # number of torchscale's zero keys in every softmax
     covers: bool  # belongs to the first branch, whose pieces have every row of every head once as query, and once as key
     branch: int  # index into `pattern.branches`
+    writes: bool = False  # belongs to pieces that have every query row of every head once, before all others
     part: int = 0  # planned pieces of one part of a branch have no query row and no key row in common
 
     @property
@@ -170,12 +171,12 @@ def _plan(
 ) -> tuple[Piece, ...]:
     refuse_shifts(pattern, documents, "here")
     spans = [(start, num_tokens, None) for start, num_tokens in documents if num_tokens]
+    covering = everything_kept(pattern)
+    first = len(pattern.branches) - 1 if pattern.global_tokens else covering  # all queries see the global tokens
     return tuple(
-        piece
-        for i in branch_order(pattern)
-        for piece in document_pieces(
-            pattern, i, spans, num_kv_heads, is_causal, within=within, covers=i == everything_kept(pattern)
-        )
+        piece._replace(writes=i == first)
+        for i in branch_order(pattern, first)
+        for piece in document_pieces(pattern, i, spans, num_kv_heads, is_causal, within=within, covers=i == covering)
     )
 
 
@@ -187,9 +188,9 @@ def everything_kept(pattern: DilatedPattern) -> int | None:
     return next((i for i, (_, rate) in enumerate(segments) if rate == 1 and pattern.heads == "all"), None)
 
 
-def branch_order(pattern: DilatedPattern) -> list[int]:
-    """The branches as pieces are computed: the one that keeps everything first."""
-    return sorted(range(len(pattern.branches)), key=lambda i: i != everything_kept(pattern))
+def branch_order(pattern: DilatedPattern, first: int | None) -> list[int]:
+    """The branches as pieces are computed."""
+    return sorted(range(len(pattern.branches)), key=lambda i: i != first)
 
 
 def segment_pieces(

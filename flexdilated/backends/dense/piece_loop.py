@@ -134,10 +134,11 @@ class PieceLoop:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
         return self.kernel if dlse is None else choose_kernel(self._backend, replace(self._request, dlse=True))
 
-    def accumulator(self, shape: Sequence[int], dtype: torch.dtype, start: float) -> Tensor:
+    def accumulator(self, shape: Sequence[int], dtype: torch.dtype, start: float, *, of_queries: bool = False) -> Tensor:
         """Memory to merge or add into, filled with `start` unless the first pieces write every row."""
-        memory = torch.empty(shape, dtype=dtype, device=self.device)
-        return memory if self.pieces and self.pieces[0].covers else memory.fill_(start)
+        memory, first = torch.empty(shape, dtype=dtype, device=self.device), self.pieces[0] if self.pieces else None
+        is_written = first is not None and (first.covers or (of_queries and first.writes and self.in_place is None))
+        return memory if is_written else memory.fill_(start)
 
     def slabs(self) -> Iterable[Slab]:
         """All slabs, in the order of the pieces."""
@@ -230,15 +231,15 @@ def merging(request: DispatchKey) -> Any:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, Tensor]:
-    out = loop.accumulator(q.shape, q.dtype, 0.0)
-    lse = loop.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf)
+    out = loop.accumulator(q.shape, q.dtype, 0.0, of_queries=True)
+    lse = loop.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf, of_queries=True)
     if loop.in_place is not None:
         loop.in_place.forward(out, lse, q, k, v, pieces=loop.pieces, options=loop.options)
         return out, lse
     q_rows, out_rows, lse_rows, *kv_rows = loop.rows(q, out, lse.transpose(1, 2), keys=(k, v))
     for slab in loop.slabs():
         inputs = loop.inputs(slab, (q_rows, *kv_rows))
-        if not slab.piece.covers:
+        if not (slab.piece.covers or slab.piece.writes):
             loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs))
             continue
         into = out_rows.view(slab)

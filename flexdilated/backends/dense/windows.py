@@ -28,7 +28,7 @@ def dense_pieces(pieces: tuple[Piece, ...], windows: Windows, alone: bool = Fals
         alone: Whether each query must have all keys of its piece in one of the cut pieces, so that their lse is that of the piece.
     """
     found: list[Piece] = []
-    covered = True
+    covered = written = True
     for piece in pieces:
         is_square, masked = piece.rows == piece.keys, windows == "mask" and (alone or -piece.low < LONG)
         if _fits(piece, windows):
@@ -38,8 +38,11 @@ def dense_pieces(pieces: tuple[Piece, ...], windows: Windows, alone: bool = Fals
         else:
             found += _chunks(_trimmed(piece)) if masked and piece.is_banded else _cut(piece)
             covered = covered and not piece.covers
+            written = written and not (piece.writes and piece.is_banded and not masked)
     # Either all pieces of the first branch cover, or none.
-    return tuple(found if covered else (piece._replace(covers=False) for piece in found))
+    if covered and written:
+        return tuple(found)
+    return tuple(piece._replace(covers=piece.covers and covered, writes=piece.writes and written) for piece in found)
 
 
 def _fits(piece: Piece, windows: Windows) -> bool:
@@ -98,7 +101,8 @@ def _triangles(piece: Piece) -> Iterator[Piece]:
     count, rest = divmod(piece.rows, size)
     itself = piece._replace(low=-UNBOUNDED, high=0 if is_causal else UNBOUNDED)
     whole, causal, mirrored = (
-        piece._replace(covers=False, low=low, high=high) for low, high in ((-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (0, UNBOUNDED))
+        piece._replace(covers=False, writes=False, low=low, high=high)
+        for low, high in ((-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (0, UNBOUNDED))
     )
     last, shared = count * size, min(rest, size - 1)
     yield from _boxes(itself, (0, size), (0, size), count, size)
@@ -154,7 +158,8 @@ def _cut(piece: Piece) -> Iterator[Piece]:
     for block in band_blocks((0, piece.rows), (0, piece.keys), (piece.low, piece.high)):
         low, high = (0, UNBOUNDED) if block.band else (-UNBOUNDED, 0 if block.is_causal else UNBOUNDED)
         queries, keys = ((span.start, span.stop - span.start) for span in (block.rows, block.columns))
-        yield from _boxes(piece._replace(covers=False, low=low, high=high), queries, keys)
+        writes = piece.writes and not piece.is_banded  # blocks of a band share queries
+        yield from _boxes(piece._replace(covers=False, writes=writes, low=low, high=high), queries, keys)
 
 
 def _boxes(piece: Piece, queries: tuple[int, int], keys: tuple[int, int], times: int = 1, stride: int = 0) -> Iterator[Piece]:

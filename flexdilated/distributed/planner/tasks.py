@@ -45,7 +45,7 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
     """The tasks of a rank, in the order in which branches are computed. Lanes of equal shape are one task."""
     parts, segments = plan.parts(exchange), plan.all_segments
     parts = parts.where(parts.executor == rank)
-    place_of_branch = np.argsort(branch_order(plan.pattern))
+    place_of_branch = np.argsort(branch_order(plan.pattern, everything_kept(plan.pattern)))
     parts = parts.where(np.argsort(place_of_branch[segments.branch[parts.segment]], kind="stable"))
     lanes_by_shape: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for far in plan.far_parts(parts.segment, parts.low, parts.high):
@@ -128,7 +128,7 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
     start, num_tokens = start[overlaps], num_tokens[overlaps]
     pieces: list[Piece] = []
     documents: list[tuple[int, int, range | None]]
-    for branch in branch_order(plan.pattern):
+    for branch in branch_order(plan.pattern, everything_kept(plan.pattern)):
         if branch >= len(plan.lengths):
             # Inside the shard, the part of a document is treated as a document of its own.
             first, stop = np.maximum(start, begin) - begin, np.minimum(start + num_tokens, end) - begin
