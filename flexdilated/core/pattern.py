@@ -229,7 +229,7 @@ class DilatedPattern:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """The branches in order: segments, the window, the global tokens.
+        """The branches of the pattern, first the segments, then the window, then the global tokens.
 
         The class of a branch is its kind: `Segments(segment_length, dilation_rate)`, `Window(size)` or `GlobalTokens(count)`.
         """
