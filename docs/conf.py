@@ -69,8 +69,8 @@ suppress_warnings = ["ref.python"]  # `MultiheadDilatedAttention` is a name of `
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|numpy|np|npt|matplotlib|rich|typer|transformers|collections|pathlib|os|typing|enum|dist|nn)(\..*)?"),
     (r"py:.*", r"(Tensor|Module|BlockMask|DeviceMesh|ProcessGroup|Figure|Path|Sequence|Callable|Mapping|Iterator|NDArray)"),
-    (r"py:.*", r"(Any|Literal|SupportsIndex|Self|optional|Ellipsis|abc\..*|ScoreMod|MaskMod|Curve|Lengths|Activation|Branch|HeadRun)"),
-    (r"py:.*", r"datetime\..*"),
+    (r"py:.*", r"(Any|Literal|SupportsIndex|Self|optional|Ellipsis|abc\..*|ScoreMod|MaskMod|Curve|Activation|Branch|HeadRun)"),
+    (r"py:.*", r"(datetime\..*|Lengths)"),
     (r"py:.*", r"flexdilated\.(core\.branch\.\w+|tuning\.run\.Tuning)"),
     (r"py:.*", r"flexdilated\.(reference\..*|nn\.position\.Rotation|distributed\.sharding\.Batch)"),
 ]
