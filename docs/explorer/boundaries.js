@@ -31,10 +31,11 @@
   }
 
   // As flexdilated/core/boundaries.py.
-  function isCrossed(boundary, branches, distance, tokens) {
+  function isCrossed(boundary, branches, distance, tokens, globalTokens) {
     const first = Math.max(boundary - 3 * distance, 0), received = [];
     for (let q = first; q < Math.min(boundary + 3 * distance, tokens); q++) {
-      let bits = 1n << BigInt(q - first);
+      const globals = BigInt(Math.max(Math.min(globalTokens, q) - first, 0));
+      let bits = (1n << BigInt(q - first)) | ((1n << globals) - 1n);
       for (const { length, rate, kept } of branches) {
         if (q - first >= rate && rate <= q % length && kept.has((q % length) % rate)) bits |= received[q - first - rate];
       }
@@ -57,12 +58,12 @@
     if (far.some(([length]) => length >= tokens)) return null;
     far.sort(([a], [b]) => (a < b ? 1 : a > b ? -1 : 0));
     const distance = far.reduce((most, [, rate]) => Math.max(most, 2 * Number(rate) - 1), 1), MOST_LOOKS = 128;
-    let boundary = 0n;
+    let boundary = BigInt(Math.min(state.global_tokens, state.seq_len));
     for (let look = 0; look < MOST_LOOKS; look++) {
       const [after, before] = [1n, -1n].map((sign) => firstNearEnds(0n, run, far, sign, boundary, tokens));
       boundary = after < before ? after : before;
       if (boundary === tokens) return null;
-      if (distance > MOST_LOOKS || !isCrossed(Number(boundary), branches, distance, state.seq_len)) break;
+      if (distance > MOST_LOOKS || !isCrossed(Number(boundary), branches, distance, state.seq_len, state.global_tokens)) break;
     }
     return Number(boundary);
   }
