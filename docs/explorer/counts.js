@@ -47,7 +47,7 @@
 
   function addBranch(counts, cells, c, branch, near, numTokens, isCausal) {
     const w = Math.min(branch.length, numTokens), apart = rowsApart(near, branch.rate);
-    // Rows of a segment among its tokens [begin, end), without those of global tokens; and pairs of such rows that are far enough.
+    // `rows`: the range of a segment's rows in tokens [begin, end), without global tokens. `joined`: the pairs that are far enough apart.
     const rows = (segment, begin, end) => {
       const [skipped, from, to] = [near.first, begin, end].map((token) => numKept(Math.min(token - segment * w, w), branch.rate, branch.offset));
       return [Math.max(from, skipped), Math.max(from, skipped, to)];

@@ -131,14 +131,10 @@ def choose_pattern(
     for choice in tried:
         if choice.is_within_budget:
             best.setdefault(choice.pattern.dilation_rates, choice)
-    shown = [
-        replace(choice, why=choice.why + _beyond(choice.pattern, num_tokens, num_kv_heads, is_causal))
-        for choice in [*best.values()][:most]
-    ]
-    if not shown:
-        least = min(tried, key=lambda choice: choice.pairs)
-        beyond = _beyond(least.pattern, num_tokens, num_kv_heads, is_causal)
-        shown = [replace(least, why=f"{least.why}{beyond} It is the cheapest: budget={rounded_up(least.share):g} would do.")]
+    shown = [*best.values()][:most] or [min(tried, key=lambda choice: choice.pairs)]
+    shown = [replace(each, why=each.why + _beyond(each.pattern, num_tokens, num_kv_heads, is_causal)) for each in shown]
+    if not shown[0].is_within_budget:
+        shown[0] = replace(shown[0], why=f"{shown[0].why} It is the cheapest: budget={rounded_up(shown[0].share):g} would do.")
     if all(max(choice.pattern.segment_lengths) < num_tokens for choice in shown):
         share = min(choice.share for choice in tried if max(choice.pattern.segment_lengths) >= num_tokens)
         shown[0] = replace(shown[0], why=f"{shown[0].why} A branch over the whole sequence fits budget={rounded_up(share):g}.")

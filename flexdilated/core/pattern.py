@@ -192,7 +192,7 @@ class DilatedPattern:
         >>> DilatedPattern((8,), (2,)).to_dict()['segment_lengths']
         [8]
         """
-        optional = {"window": None, "global_tokens": 0}  # files of versions without them stay readable, and those of this one there
+        optional = {"window": None, "global_tokens": 0}  # left out where unset, as versions without these fields write and read it
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values if n not in optional or v != optional[n]}
 

@@ -338,7 +338,7 @@ def document_pieces(
 
 
 def _repeated(piece: Piece, shift_tokens: int, count: int, stride: int) -> Iterator[Piece]:
-    """A piece `ahead` tokens later, `count` times, `stride` tokens apart, in as few boxes as possible."""
+    """A piece `shift_tokens` tokens later, `count` times, `stride` tokens apart, in as few boxes as possible."""
     shift = range(0, count * stride, stride)
     if piece.segments * piece.segment_stride == stride:
         piece, shift = piece._replace(segments=piece.segments * count), range(1)
@@ -371,8 +371,8 @@ def _segment_sizes(length: int, num_tokens: int, segments: range | None, global_
 def _segment_rows(
     pattern: DilatedPattern, offset: int, length: int, rate: int, is_causal: bool, sizes: list[_Sizes]
 ) -> Iterator[_EqualSegments]:
-    """The rows that one offset keeps of segments of some sizes, after those of the global tokens."""
-    padded, kept = ceil_div(length, rate), Kept(length, rate, offset)  # rows of any offset in a segment padded to whole rates
+    """The rows that one offset keeps in segments of the given sizes. Rows of global tokens are left out."""
+    kept, padded = Kept(length, rate, offset), ceil_div(length, rate)  # padded: rows of a segment with torchscale's zero padding
     for first, count, size in sizes:
         skipped = kept.rows(min(max(pattern.global_tokens - first * length, 0), size))
         rows = kept.rows(size) - skipped

@@ -117,7 +117,7 @@ class Layout:
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The first position that queries at `positions` `(...)` see, and the end of those: `(..., branches)`, before dilation.
 
-        Segments leave out the pairs of the window and of the global tokens, and the window those of the global tokens.
+        A pair belongs to one kind of branch: to the global tokens, else to the window, else to the segments.
         """
         firsts = self._starts(positions)
         if self.near.window:

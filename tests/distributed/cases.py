@@ -47,6 +47,11 @@ class ShardedCase(Case):
         heads = range(self.kv_heads)
         return context_plan(self.pattern, self.shard_lengths, self.kv_heads, heads, self.group, self.documents(), self.is_causal)
 
+    def sizes(self) -> dict[str, int]:
+        """The options of the planner's `bytes_received`: every number is a float64."""
+        is_padded = self.ignored is not None
+        return {"head_dim": self.head_dim, "itemsize": 8, "batch": self.batch, "key_padding_mask": is_padded, "lse_size": 8}
+
     def shard(self, rank: int) -> slice:
         begin = sum(self.shard_lengths[:rank])
         return slice(begin, begin + self.shard_lengths[rank])

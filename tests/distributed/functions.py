@@ -89,15 +89,8 @@ def check(case: ShardedCase, mods: Mods, exchange: str, backend: str = "sdpa") -
     got, *counted = simulate(case, mods, exchange, backend)
     for name, value, expected in zip(NAMES, got, expected_of(case, mods), strict=True):
         torch.testing.assert_close(value, expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
-    sizes = {
-        "head_dim": case.head_dim,
-        "itemsize": 8,
-        "batch": case.batch,
-        "key_padding_mask": case.ignored is not None,
-        "lse_size": 8,
-    }
     plan = case.plan()
-    planned = list(cost_model.bytes_received(plan, exchange, **sizes))
+    planned = list(cost_model.bytes_received(plan, exchange, **case.sizes()))
     returned = listed(plan, exchange)["out"].sent
     planned[1] = planned[1] - returned * case.batch * plan.group * 8 * (case.head_dim + 1)
     for found, wanted in zip(counted, planned):

@@ -150,14 +150,7 @@ def simulate(
 
 def check(case: ShardedCase, exchange: str, device: str = "cpu") -> None:
     got, *bytes_moved = simulate(case, exchange, device=device)
-    sizes = {
-        "head_dim": case.head_dim,
-        "itemsize": 8,
-        "batch": case.batch,
-        "key_padding_mask": case.ignored is not None,
-        "lse_size": 8,
-    }
-    for counted, planned in zip(bytes_moved, cost_model.bytes_received(case.plan(), exchange, **sizes)):
+    for counted, planned in zip(bytes_moved, cost_model.bytes_received(case.plan(), exchange, **case.sizes())):
         received = [sum(n for (receiver, _), n in counted.items() if receiver == rank) for rank in range(len(planned))]
         assert received == planned.tolist()
     expected = case.expected()

@@ -127,7 +127,7 @@ class Block(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def band_blocks(queries: tuple[int, int], keys: tuple[int, int], band: tuple[int, int]) -> tuple[Block, ...]:
-    """The kernel calls for the pairs of a band: rectangles, and squares of which the lower or upper triangle joins.
+    """The kernel calls for the pairs of a band. Each is a rectangle, or the lower or upper triangle of a square.
 
     Rows that see no key are in no call.
     """

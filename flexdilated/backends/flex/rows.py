@@ -1,4 +1,4 @@
-"""Attention of rows by flex_attention: those of pieces, and those of segments and windows that span more than one shard."""
+"""Attention of rows by flex_attention, for pieces, and for segments and windows that span more than one shard."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, lanes: Lane
 
 
 def _block_mask(lanes: Lanes, queries: int, keys: int, device: torch.device, mask_mod: MaskMod, *, narrows: bool) -> BlockMask:
-    """The blocks of lanes. In compiled code, those of segments and windows come from an opaque operator, others are all listed."""
+    """The block mask of lanes. In compiled code an opaque operator makes it for segments and windows; others list all blocks."""
     low, high = lanes.band
     is_window = queries == keys and low <= 0 and high in (0, -low)
     if lanes.segment is not None or (torch.compiler.is_compiling() and is_window):
