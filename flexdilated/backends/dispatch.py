@@ -1,8 +1,18 @@
-"""The backends that compute whole sequences, each a function of `(q, k, v, call)`, and the choice of one for a call."""
+"""The backends that compute whole sequences, each a function of `(q, k, v, call)`, and the choice of one for a call.
+
+torchscale's shifted positions are several such calls. With `zero_padding=True` torchscale pads each segment to a multiple of the
+rate, `ceil(w / r) r` tokens, and never removes the padding: row `n` of the padded sequence is the output of token `n`. So a branch
+whose rate does not divide its segments is attention over a longer sequence, with zeros in q, k and v after each whole segment. Its
+first N rows are the outputs.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated import reference
@@ -10,9 +20,11 @@ from flexdilated.backends import select
 from flexdilated.backends.autograd import functions, portable
 from flexdilated.backends.dense import fused_op
 from flexdilated.backends.flex import backend as flex
-from flexdilated.core import shifted
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
+from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.functorch import is_differentiated, is_mapped
+from flexdilated.core.lse import mix_branches
+from flexdilated.core.pieces import Documents, shifted_branches
 from flexdilated.core.tracing import writes_onnx
 
 
@@ -25,8 +37,8 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, T
         return _reference(q, k, v, call)
     traced = torch.compiler.is_compiling()
     of_onnx = (traced or torch.jit.is_tracing()) and writes_onnx()  # type: ignore[attr-defined]
-    if call.pattern.zero_padding and not of_onnx and shifted.is_shifted(q.shape[1], call):
-        return shifted.attend_shifted(q, k, v, call.replaced(backend=requested), attend_whole)
+    if call.pattern.zero_padding and not of_onnx and is_shifted(q.shape[1], call):
+        return attend_shifted(q, k, v, call.replaced(backend=requested))
     if call.backend == "flex" and requested == "auto" and request.modified:
         return _functions(q, k, v, call)
     if call.backend == "flex" and not of_onnx:
@@ -70,3 +82,106 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
         mask_mod=call.mask_mod,
     )
     return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+
+
+# -- torchscale's shifted positions -----------------------------------------------------------------------------------------------
+
+
+def is_shifted(num_tokens: int, call: Call) -> bool:
+    """Whether torchscale shifts the outputs of a checked call of `num_tokens` tokens."""
+    if not shifted_branches(call.pattern, num_tokens):
+        return False
+    if call.cu_seqlens is None:
+        return True
+    refuse_compiled_borders(call, "zero_padding=True and a rate that does not divide its segments")
+    return any(shifted_branches(call.pattern, length) for _, length in documents(call.cu_seqlens, num_tokens))
+
+
+def attend_shifted(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call that is shifted, by calls that are not.
+
+    Raises:
+        NotImplementedError: With a score or mask function: inserted tokens have no position.
+    """
+    num_tokens, pattern = q.shape[1], call.pattern
+    if call.is_modified():
+        refuse_zero_keys(num_tokens)
+    spans = documents(call.cu_seqlens, num_tokens)
+    shifted = shifted_branches(pattern, num_tokens)
+    branch_results = [
+        _attend_shifted_branch(q, k, v, call=call, branch=i, spans=spans) if i in shifted else _attend_branch(q, k, v, call, i)
+        for i in range(len(pattern.branches))
+        if _branch_heads(call, i, k.shape[2])
+    ]
+    results = [(out, lse.transpose(1, 2)) for out, lse in branch_results]
+    return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
+
+
+def _attend_shifted_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, spans: Documents) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of one shifted branch."""
+    length, rate = call.pattern.split("torchscale's shift")[0][branch]
+    sizes = [size + (size // length * (-length % rate) if size > length else 0) for _, size in spans]
+    lengths = list(call.pattern.segment_lengths)
+    lengths[branch] = length + -length % rate
+    borders, mask = call.cu_seqlens, call.key_padding_mask
+    padded = call.replaced(
+        pattern=replace(call.pattern, segment_lengths=tuple(lengths)),
+        key_padding_mask=None if mask is None else _insert(mask, spans, length, rate),
+        cu_seqlens=None if borders is None else F.pad(torch.tensor(sizes, device=borders.device).cumsum(0), (1, 0)).to(borders),
+    )
+    q, k, v = (_insert(x, spans, length, rate) for x in (q, k, v))
+    out, lse = _attend_branch(q, k, v, padded, branch)
+    spans_kept = [slice(sum(sizes[:i]), sum(sizes[:i]) + size) for i, (_, size) in enumerate(spans)]
+    return torch.cat([out[:, span] for span in spans_kept], dim=1), torch.cat([lse[:, :, span] for span in spans_kept], dim=2)
+
+
+def _branch_heads(call: Call, branch: int, kv_heads: int) -> range:
+    """The key/value heads of these tensors that run a branch, counted from the first one held."""
+    assert call.num_kv_heads is not None
+    run = call.pattern.head_range(branch, call.num_kv_heads)
+    return range(max(run.start - call.first_head, 0), min(run.stop - call.first_head, kv_heads))
+
+
+def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int) -> tuple[Tensor, Tensor]:
+    """One branch of a call alone: 0 and -inf in heads that do not run it."""
+    pattern, kv_heads = call.pattern, k.shape[2]
+    run_heads = _branch_heads(call, branch, kv_heads)
+    segments, _ = pattern.split("torchscale's shift")
+    rules: dict[str, Any] = {"heads": "all", "detach_weights": False}
+    if branch < len(segments):
+        length, rate = segments[branch]
+        alone = replace(pattern, segment_lengths=(length,), dilation_rates=(rate,), window=None, **rules)
+    else:
+        alone = replace(pattern, segment_lengths=(), dilation_rates=(), **rules)
+    call = call.replaced(pattern=alone, return_lse=True)
+    assert call.num_kv_heads is not None
+    if pattern.heads == "grouped" and branch < len(segments):
+        # The branch's heads keep one offset: that of as many blocked heads in a model of `rate` times as many.
+        run, group = pattern.head_range(branch, call.num_kv_heads), q.shape[2] // kv_heads
+        padding = (group * run_heads.start, group * (kv_heads - run_heads.stop))
+        q = q[:, :, padding[0] : q.shape[2] - padding[1]]
+        k, v = (x[:, :, run_heads.start : run_heads.stop] for x in (k, v))
+        call = call.replaced(
+            pattern=replace(alone, offsets="blocked"),
+            first_head=len(run) * pattern.offset(branch, run.start, call.num_kv_heads)
+            + run_heads.start
+            + call.first_head
+            - run.start,
+            num_kv_heads=len(run) * rate,
+        )
+    out, lse = attend_whole(q, k, v, call)
+    assert lse is not None
+    if len(run_heads) == kv_heads:
+        return out, lse
+    return F.pad(out, (0, 0, *padding)), F.pad(lse, (0, 0, *padding), value=-torch.inf)
+
+
+def _insert(x: Tensor, spans: Documents, length: int, rate: int) -> Tensor:
+    """`x` `(B, N, ...)` with zeros after each whole segment of `length` tokens, up to a multiple of the rate."""
+    parts = []
+    for start, size in spans:
+        num_whole = size // length if size > length else 0
+        segments = x[:, start : start + num_whole * length].unflatten(1, (num_whole, length))
+        padding = (0, 0) * (x.dim() - 2) + (0, -length % rate)  # of `F.pad`: the last dims first
+        parts += [F.pad(segments, padding).flatten(1, 2), x[:, start + num_whole * length : start + size]]
+    return torch.cat(parts, dim=1)

@@ -150,7 +150,7 @@ def shifted_branches(pattern: DilatedPattern, num_tokens: int) -> tuple[int, ...
 
 
 def refuse_shifts(pattern: DilatedPattern, documents: Iterable[tuple[int, ...]], place: str) -> None:
-    """Reject torchscale's shifted positions, which `core/shifted.py` computes for whole sequences of one process.
+    """Reject torchscale's shifted positions, which `backends/dispatch.py` computes for whole sequences of one process.
 
     Raises:
         NotImplementedError: If a branch has any in a document, `(first token, number of tokens)` each.

@@ -28,10 +28,10 @@ from flexdilated import (
     reference,
 )
 from flexdilated.backends.autograd.grids import draw_grids
+from flexdilated.backends.dispatch import is_shifted
 from flexdilated.core.branch import Kept, Segments, Window
 from flexdilated.core.call import Call
 from flexdilated.core.pieces import plan_pieces
-from flexdilated.core.shifted import is_shifted
 from flexdilated.distributed.planner.plan import context_plan
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.pattern import multiplicity
