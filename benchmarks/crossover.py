@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe, provenance, save
-from flexdilated.backends.crossovers import CHALLENGERS, FILE, device_class, faster
+from flexdilated.backends.measured import CHALLENGERS, FILE, faster
 from flexdilated.core.hardware import detect
 from flexdilated.tuning.timing import NUM_HEADS, PATTERN, attention_call, in_turns, inputs
 
@@ -22,7 +22,7 @@ GPU_LENGTHS, GPU_DTYPES, HEAD_DIMS = (
     (torch.bfloat16, torch.float16, torch.float32),
     (64, 128, 256),
 )
-SETTING = ("device", "dtype", "training", "head_dim", "tokens")  # of a measurement
+SETTING = ("dtype", "training", "head_dim", "tokens")  # of a measurement
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,12 +49,13 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     if options.quick:
         return
-    kept = json.loads(FILE.read_text())
+    table = json.loads(FILE.read_text())
     described = about(options.device, words, options.commit)
+    kept = table.setdefault(described["device"], {"provenance": [], "measured": [], "forms": [], "checks": []})
     kept["measured"], replaced = merged(kept["measured"], measured)
-    others = [entry for entry in kept["provenance"] if entry["device"] != described["device"] or not replaced]
-    kept["provenance"] = [*others, described]
-    save(kept, options.file)
+    kept["provenance"] = [*([] if replaced else kept["provenance"]), described]
+    kept["date"] = described["date"]
+    save(table, options.file)
     print(f"kept in {options.file}")
 
 
@@ -65,8 +66,7 @@ def measure(
     for training in (False, True) if device != "cpu" else (False,):
         for tokens in lengths:
             name = str(dtype).removeprefix("torch.")
-            kind = {"device": device_class(detect(device)), "dtype": name, "training": training}
-            entry: dict[str, Any] = {**kind, "head_dim": head_dim, "tokens": tokens}
+            entry: dict[str, Any] = {"dtype": name, "training": training, "head_dim": head_dim, "tokens": tokens}
             for backend in backends:
                 ratio = over_sdpa(backend, tokens, head_dim, dtype, device, training=training)
                 ratio = entry[f"{backend}_over_sdpa"] = None if ratio is None else round(ratio, 3)
@@ -78,7 +78,7 @@ def measure(
 def about(device: str, words: Sequence[str], commit: str | None, program: str = "crossover") -> dict[str, Any]:
     """What was measured, with what, when and how."""
     found = {"pattern": PATTERN.to_dict(), "num_heads": NUM_HEADS, "is_causal": True, **describe()}
-    found |= {**provenance(program, device, words, commit), "device": device_class(detect(device))}
+    found |= {**provenance(program, device, words, commit), "device": detect(device).device_class}
     if device != "cpu":
         for name in ("device_class", "threads"):  # of the CPU
             del found[name]
@@ -86,10 +86,10 @@ def about(device: str, words: Sequence[str], commit: str | None, program: str = 
 
 
 def merged(kept: list[dict[str, Any]], measured: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """Kept entries with those measured: settings and backends not measured again stay. Whether none of this device did."""
+    """Kept entries with those measured: settings and backends not measured again stay. Whether none did."""
     found = {tuple(entry[name] for name in SETTING): entry for entry in kept}
     new = {tuple(entry[name] for name in SETTING): entry for entry in measured}
-    replaced = all(key in new and set(found[key]) <= set(new[key]) for key in found if key[0] == measured[0]["device"])
+    replaced = all(key in new and set(found[key]) <= set(new[key]) for key in found)
     for key, entry in new.items():
         found[key] = {**found.get(key, {}), **entry}
     return list(found.values()), replaced

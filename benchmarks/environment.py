@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from flexdilated.backends import crossovers
-from flexdilated.backends.tuned import driver as driver
+from flexdilated.backends import measured
+from flexdilated.backends.measured import driver as driver
 from flexdilated.tuning.run import save as save
 
-BACKENDS = Path(crossovers.__file__).parent
+BACKENDS = Path(measured.__file__).parent
 SOURCES = {
     "triton": {
         way: [f"triton/{name}.py" for name in (way, "launch", "places", "tiles", "groups")] for way in ("forward", "backward")

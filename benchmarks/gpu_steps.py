@@ -5,7 +5,7 @@ while the code is unchanged. `--minutes 9` ends before a limit of ten minutes. O
 Each run ends with tables, and with these files, written from all finished steps:
 
     benchmarks/results/<device>-attention.json, <device>-tiles.json    what was measured
-    flexdilated/backends/crossovers.json                               what `backend="auto"` reads
+    flexdilated/backends/measured.json                                 what `backend="auto"` reads
 
 Exit status: 0 all is done and right, 1 something is wrong or failed, 2 there is no GPU, 3 steps remain.
 """
@@ -37,8 +37,7 @@ from benchmarks.environment import provenance, save, source_of
 from benchmarks.gpu_backends import Backend, Device, Setting, mask_name
 from benchmarks.gpu_checks import backend_call, merges, repeatable
 from flexdilated import DilatedPattern
-from flexdilated.backends.crossovers import CHALLENGERS, FILE, PROVEN, device_class
-from flexdilated.backends.tuned import WRONG
+from flexdilated.backends.measured import CHALLENGERS, FILE, PROVEN, WRONG
 from flexdilated.core.hardware import detect
 from flexdilated.tuning.checks import Case, Job, definition_jobs, examined
 
@@ -337,16 +336,14 @@ def write_kept(
     old = next((path for path in (attention, RESULTS / attention.name) if path.exists()), None)
     runs = [] if old is None else [run for run in json.loads(old.read_text())["runs"] if not run.get("all")]
     save({"runs": [*runs, {key: value for key, value in report.items() if key not in ("tiles", "crossovers")}]}, attention)
-    table, level = json.loads(crossovers.read_text()), device_class(detect(device))
+    table, level = json.loads(crossovers.read_text()), detect(device).device_class
+    kept = table.setdefault(level, {"provenance": [], "measured": [], "forms": [], "checks": []})
     if report["crossovers"] and all(is_finished(report, step) for step in all_steps):  # replace what this level had, whole
-        for name, replacement in (
-            ("measured", report["crossovers"]),
-            ("provenance", [crossover.about(device, words, report["commit"], "gpu")]),
-        ):
-            table[name] = [entry for entry in table[name] if entry["device"] != level] + replacement
-    proven = ran(report, level)
-    forms = [(entry["backend"], entry["form"], entry["device"]) for entry in proven]
-    table["ran"] = [e for e in table["ran"] if (e["backend"], e["form"], e["device"]) not in forms] + proven
+        kept |= {"measured": report["crossovers"], "provenance": [crossover.about(device, words, report["commit"], "gpu")]}
+    proven = ran(report, sorted({entry["dtype"] for entry in kept["measured"]}))
+    forms = {(entry["candidate"], entry["form"]) for entry in proven}
+    kept["checks"] = [e for e in kept["checks"] if (e["candidate"], e["form"]) not in forms] + proven
+    kept["date"] = report["date"]
     save(table, crossovers)
     if {m["head_dim"] for m in report["tiles"]} < set(tiles.HEAD_DIMS):
         return [attention, crossovers]
@@ -357,8 +354,8 @@ def write_kept(
     return [attention, crossovers, tiled]
 
 
-def ran(report: Report, device: str) -> list[dict[str, str]]:
-    """The forms that were right and timed, as `crossovers.json` lists them."""
+def ran(report: Report, dtypes: Sequence[str]) -> list[dict[str, str]]:
+    """The forms that were right and timed, as `measured.json` lists them; each dtype of a timed backend was compared with sdpa."""
     proven = []
     for backend in PROVEN:
         for form in FORMS:
@@ -368,8 +365,9 @@ def ran(report: Report, device: str) -> list[dict[str, str]]:
                 for m in report["measurements"]
             )
             if right and timed and wrong(report, backend, form) is None:
-                about = {"device": device, "commit": report["commit"], "source": report["source"][backend][form]}
-                proven.append({"backend": backend, "form": form, **about, "date": report["date"]})
+                about = {"commit": report["commit"], "source": report["source"][backend][form], "date": report["date"]}
+                entry = {"candidate": backend, "form": form, "found": "right", **about}
+                proven += [entry | {"dtype": dtype} for dtype in dtypes]
     return proven
 
 

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from flexdilated.backends import tuned
+import pytest
+
+from flexdilated import backends
 from flexdilated.tuning import run as tuning_run
 from tests.hardware import simulate
 
@@ -13,8 +15,15 @@ FORMS = tuple(f"{way}{heads}" for heads in ("", ", grouped heads") for way in ("
 
 def forget() -> None:
     """As a process that has read nothing."""
-    tuned.loaded.cache_clear()
-    tuned._advise.cache_clear()
+    backends.measured.loaded.cache_clear()
+    backends.measured._advise.cache_clear()
+
+
+def ship_checks(monkeypatch: pytest.MonkeyPatch, *forms: str) -> None:
+    """As if triton had run on an sm_90 in these forms since its code changed."""
+    right = {("triton", form, dtype): True for form in forms for dtype in ("bfloat16", "float16", "float32")}
+    shipped = backends.measured.SHIPPED
+    monkeypatch.setitem(shipped, "sm_90", shipped["sm_90"]._replace(checked=right))
 
 
 def check(
@@ -25,10 +34,10 @@ def check(
 
 def write(folder: Path, **changes: Any) -> Path:
     """Keep measurements of bfloat16 at head dim 64, in which triton takes half of the time of sdpa."""
-    found = tuned.environment(NAME, LEVEL) | changes.pop("environment", {})
-    about = {"device": "sm_90", "dtype": "bfloat16", "head_dim": 64, "tokens": 1024, "triton_over_sdpa": 0.5}
+    found = backends.measured.environment(NAME, LEVEL) | changes.pop("environment", {})
+    about = {"dtype": "bfloat16", "head_dim": 64, "tokens": 1024, "triton_over_sdpa": 0.5}
     measured = [{**about, "training": training} for training in (False, True)]
     kept = {"environment": found, "date": "2026-11-28", "measured": measured, "forms": [], "checks": list(map(check, FORMS))}
-    path = tuned.path_of(folder, found)
+    path = backends.measured.path_of(folder, found)
     tuning_run.save(kept | changes, path)
     return path

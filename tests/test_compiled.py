@@ -12,7 +12,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, LongNet, LongNetConfig, LongNetLM, MultiheadDilatedAttention, dilated_attention
-from flexdilated.backends import crossovers
+from flexdilated.backends import measured
 from tests.cases import Case, differentiate
 from tests.tolerances import EXACT, SINGLE
 
@@ -252,8 +252,8 @@ def test_a_module_compiled_by_inductor_equals_eager() -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_choice_among_measured_backends_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = tuple(crossovers.Crossover("cpu", "float32", False, dim, 0, "flex" if dim == 64 else "sdpa") for dim in (16, 64, 128))
-    monkeypatch.setattr(crossovers, "KEPT", kept)
+    kept = tuple(measured.Crossover("float32", False, dim, 0, "flex" if dim == 64 else "sdpa") for dim in (16, 64, 128))
+    monkeypatch.setitem(measured.SHIPPED, "cpu", measured.Measurements(kept))
     chosen: list[int] = []
 
     def attend(x: Tensor) -> Tensor:

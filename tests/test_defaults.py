@@ -31,7 +31,7 @@ from flexdilated import (
     create_dilated_block_mask,
     dilated_score_mod,
 )
-from flexdilated.backends import BACKENDS, DispatchKey, choose, crossovers
+from flexdilated.backends import BACKENDS, DispatchKey, choose, measured
 from flexdilated.cli.train import train
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.nn.sampling import Sampler
@@ -199,24 +199,26 @@ def test_a_sampler_draws_from_the_softmax() -> None:
     torch.testing.assert_close(Sampler().probabilities(logits), logits.softmax(-1))
 
 
-SHIPPED = json.loads(crossovers.FILE.read_text())
+SHIPPED = json.loads(measured.FILE.read_text())
 
 
 def test_forms_that_have_run_on_a_gpu_exist() -> None:
     forms = {form + suffix for form in ("forward", "backward") for suffix in ("", ", grouped heads")}
-    assert {(entry["backend"], entry["form"]) for entry in SHIPPED["ran"]} <= {(b, f) for b in crossovers.PROVEN for f in forms}
+    checks = [check for kept in SHIPPED.values() for check in kept["checks"]]
+    assert {(check["candidate"], check["form"]) for check in checks} <= {(b, f) for b in measured.PROVEN for f in forms}
 
 
-@pytest.mark.parametrize("device", sorted({entry["device"] for entry in SHIPPED["measured"]}))
+@pytest.mark.parametrize("device", sorted(SHIPPED))
 def test_auto_answers_for_every_kept_measurement(device: str) -> None:
-    for entry in (entry for entry in SHIPPED["measured"] if entry["device"] == device):
-        measured = {name.removesuffix("_over_sdpa") for name in entry if name.endswith("_over_sdpa")}
-        assert measured <= set(crossovers.CHALLENGERS) < set(BACKENDS)
+    measured._check_shape({"environment": {}, **SHIPPED[device]}, measured.SHAPE, "file")
+    for entry in SHIPPED[device]["measured"]:
+        timed = {name.removesuffix("_over_sdpa") for name in entry if name.endswith("_over_sdpa")}
+        assert timed <= set(measured.CHALLENGERS) < set(BACKENDS)
         sizes = {"head_dim": entry["head_dim"], "num_tokens": entry["tokens"], "differentiable": entry["training"]}
         request = DispatchKey(simulate(device), getattr(torch, entry["dtype"]), **sizes)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*flexdilated tune", UserWarning)  # advice, once per process
-            assert choose("auto", request) in ("sdpa", *measured)
+            assert choose("auto", request) in ("sdpa", *timed)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flexdilated
 from flexdilated import DilatedPattern, backends
-from flexdilated.backends import DispatchKey, crossovers, tuned
+from flexdilated.backends import DispatchKey, measured
 from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.cli import doctor
 from flexdilated.core import dispatch_key
@@ -30,7 +30,7 @@ from tests.backends.interpreter import mend
 from tests.cases import Case, run_backend, run_reference
 from tests.commands import invoke
 from tests.hardware import simulate
-from tests.measured import FORMS, HOPPER, LEVEL, NAME, check, forget, write
+from tests.measured import FORMS, HOPPER, LEVEL, NAME, check, forget, ship_checks, write
 from tests.tolerances import SINGLE
 
 RIGHT = {"forward": "right", "backward": "right"}
@@ -41,8 +41,8 @@ DTYPES = [torch.bfloat16, torch.float16]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """One H100 that is not there, and the folder of its measurements."""
     monkeypatch.setenv("FLEXDILATED_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuned, "device_name", lambda capability: NAME if capability == LEVEL else None)
-    monkeypatch.setattr(tuned, "driver", lambda: "580.95")
+    monkeypatch.setattr(measured, "device_name", lambda capability: NAME if capability == LEVEL else None)
+    monkeypatch.setattr(measured, "driver", lambda: "580.95")
     monkeypatch.setattr(triton_backend, "UNBUILT", None)
     forget()
     yield tmp_path / "cache"
@@ -78,10 +78,10 @@ def test_auto_takes_no_form_that_was_wrong_once(form: str, cache: Path) -> None:
 
 
 def test_measurements_come_before_those_of_the_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossovers, "RAN", tuple(("triton", form, "sm_90") for form in FORMS))
+    ship_checks(monkeypatch, *FORMS)
     assert auto() == "triton"
     forget()
-    entry = {"device": "sm_90", "dtype": "bfloat16", "head_dim": 64, "tokens": 1024, "training": False, "triton_over_sdpa": 2.0}
+    entry = {"dtype": "bfloat16", "head_dim": 64, "tokens": 1024, "training": False, "triton_over_sdpa": 2.0}
     write(cache, measured=[entry])
     assert (auto(), auto(differentiable=True), auto(head_dim=128)) == ("sdpa", "triton", "triton")
     forget()
@@ -150,7 +150,7 @@ def test_a_value_of_the_wrong_kind_is_one_warning_in_a_call(
 
 
 def test_a_file_that_cannot_be_read_is_one_warning_in_a_call(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, environment = write(cache), tuned.environment(NAME, LEVEL)
+    path, environment = write(cache), measured.environment(NAME, LEVEL)
     whole = path.read_bytes()
     damaged = {b"\xff" + whole: "UnicodeDecodeError", whole[: len(whole) // 2]: "JSONDecodeError", b"[" * 100_000: "RecursionError"}
     damaged[whole.replace(b'"head_dim": 64', b'"head_dim": Infinity', 1)] = (
@@ -162,7 +162,7 @@ def test_a_file_that_cannot_be_read_is_one_warning_in_a_call(cache: Path, monkey
         assert message.startswith(f"{path} is ignored ({error}")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-        patch.setattr(tuned, "environment", lambda *about: environment)
+        patch.setattr(measured, "environment", lambda *about: environment)
         (message,) = call_on_a_gpu(patch)
     assert message.startswith(f"{path} is ignored (PermissionError: ")
     path.unlink()
@@ -207,7 +207,7 @@ def test_the_folder_is_named_or_that_of_caches(variables: dict[str, str], expect
     with mock.patch.dict(os.environ, {**variables, "HOME": "/home/u"}):
         for name in {"FLEXDILATED_CACHE", "XDG_CACHE_HOME"} - variables.keys():
             os.environ.pop(name, None)
-        assert str(tuned.folder()) == expected
+        assert str(measured.folder()) == expected
 
 
 @pytest.mark.filterwarnings("ignore:backend='auto' takes 'sdpa'")
@@ -261,7 +261,7 @@ def test_kept_forms_of_triton_run_for_their_dtype_and_head_dim_alone(cache: Path
     launch = pytest.importorskip("flexdilated.backends.triton.launch")
     mend(monkeypatch)
     write(cache, forms=[{"dtype": "float32", "head_dim": 16, "constants": ["HOSTS", "SUMS"]}])
-    monkeypatch.setattr(tuned, "detect", lambda device: HOPPER)
+    monkeypatch.setattr(measured, "detect", lambda device: HOPPER)
     launched: list[tuple[str, bool]] = []
     plain = launch._launch
 
@@ -333,7 +333,7 @@ def test_the_fastest_right_form_is_kept(
     pretend(verdicts, FAST)
     found = flexdilated.tune("cpu", head_dims=[64], processes=0)
     assert [path.parent for path in cache.iterdir()] == [cache] == [found.path.parent]
-    loaded = tuned.loaded(LEVEL)
+    loaded = measured.loaded(LEVEL)
     assert loaded.constants == {("bfloat16", 64): constants}
     assert (auto(), auto(dtype=torch.float16)) == (taken, "sdpa")
 
@@ -341,7 +341,7 @@ def test_the_fastest_right_form_is_kept(
 def test_forms_must_gain_and_backends_must_too(pretend: Any) -> None:
     pretend({}, {"triton": 0.97, LONG: 0.96, HOSTS: 0.97, SUMS: 0.97})
     flexdilated.tune("cpu", head_dims=[64], processes=0)
-    assert (auto(), tuned.loaded(LEVEL).constants) == ("sdpa", {("bfloat16", 64): frozenset()})
+    assert (auto(), measured.loaded(LEVEL).constants) == ("sdpa", {("bfloat16", 64): frozenset()})
 
 
 @pytest.mark.slow

@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from flexdilated.backends import crossovers
 from flexdilated.backends.dense import flash, sdpa
 from flexdilated.backends.dense.math import operations_why_not
 from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.kernel import Kernel
+from flexdilated.backends.measured import CHALLENGERS, advise, prefer, unproven
 from flexdilated.backends.triton import backend as triton_backend
-from flexdilated.backends.tuned import advise, prefer, unproven
 from flexdilated.core.dispatch_key import DispatchKey as DispatchKey
 
 
@@ -95,11 +94,11 @@ def select(backend: str, request: DispatchKey, *, divided: bool = False) -> Choi
         if request.hardware.capability is not None and not request.modified and _may_take_triton(request):
             advise(request.hardware.capability)
         reasons = {}
-        for name in prefer(request) if request.hardware.capability else crossovers.prefer(request):
+        for name in prefer(request):
             kernel, reason = _first_kernel(name, request), None
             if kernel is None:
                 reason = WHOLE if divided and name not in KERNEL_BACKENDS else why_not(name, request)
-            if reason is None and name in crossovers.CHALLENGERS:
+            if reason is None and name in CHALLENGERS:
                 reason = unproven(name, request)
             if reason is None and name == "triton":
                 reason = triton_backend.why_not_unasked(request)

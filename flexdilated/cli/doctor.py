@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated._version import __version__
-from flexdilated.backends import DispatchKey, choose, tuned, why_not
-from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, PROVEN, Crossover, device_class, is_measured
+from flexdilated.backends import DispatchKey, choose, measured, why_not
 from flexdilated.backends.dense import flash
+from flexdilated.backends.measured import DEFAULT, FILE, PROVEN, Crossover, Measurements, shipped
 from flexdilated.cli.options import DTYPES, device_named, spelled
 from flexdilated.cli.selfcheck import BackendKernel, Report, all_passed, candidates, self_check
 from flexdilated.core.hardware import Hardware, detect, recommended_dtype
@@ -136,7 +136,7 @@ def _preferences(hardware: Hardware) -> dict[str, str]:
 
 def _preference(hardware: Hardware) -> str:
     """What `backend="auto"` takes, and where that was measured."""
-    own = tuned.Tuned() if hardware.capability is None else tuned.loaded(hardware.capability)
+    own = Measurements() if hardware.capability is None else measured.loaded(hardware.capability)
     plain = _request(hardware, torch.bfloat16, "plain")
     if own.crossovers:
         head_dims = sorted({c.head_dim for c in own.crossovers})
@@ -148,28 +148,27 @@ def _preference(hardware: Hardware) -> str:
             )
         failed = [f"{', '.join(form)}" for form, is_right in own.checked.items() if not is_right]
         text += f". It leaves out what did not pass all checks: {'; '.join(failed)}" if failed else ""
-    elif is_measured(hardware):
-        kept = json.loads(FILE.read_text())["provenance"]
-        about = [entry for entry in kept if entry["device"] == device_class(hardware)][-1]
+    elif package := shipped(hardware).crossovers:
+        about = json.loads(FILE.read_text())[hardware.device_class]["provenance"][-1]
         where = f"{about.get('hardware', about.get('device_class'))}, torch {about['torch']}, {about['date']}"
-        text = f"auto takes {_measured_choice(plain, KEPT)}, by measurements shipped with flexdilated ({where})"
+        text = f"auto takes {_measured_choice(plain, package)}, by measurements shipped with flexdilated ({where})"
     else:
         text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
     for name in () if own.crossovers else PROVEN:
-        reason = tuned.unproven(name, plain) or tuned.unproven(name, replace(plain, group=2))
+        reason = measured.unproven(name, plain) or measured.unproven(name, replace(plain, group=2))
         if reason is not None and why_not(name, plain) is None:
-            text += f". It leaves {name} out: {reason}. To check and measure it, run flexdilated tune ({tuned.ESTIMATE})"
+            text += f". It leaves {name} out: {reason}. To check and measure it, run flexdilated tune ({measured.ESTIMATE})"
     if hardware.capability is not None and own.path is None:
-        unused = ", ".join(map(str, tuned.others(hardware.capability)))
+        unused = ", ".join(map(str, measured.others(hardware.capability)))
         text += f". Not used, because damaged or measured with other versions: {unused}" if unused else ""
-        off = f". Measurements of flexdilated tune are not read: {tuned.VARIABLE}={tuned.OFF}, or there is no home folder"
-        text += off if tuned.folder() is None else ""
+        off = f". Measurements of flexdilated tune are not read: {measured.VARIABLE}={measured.OFF}, or there is no home folder"
+        text += off if measured.folder() is None else ""
     return text
 
 
 def _measured_choice(plain: DispatchKey, crossovers: tuple[Crossover, ...]) -> str:
     """The backends of training calls, by dtype and number of tokens."""
-    lengths = sorted({0} | {crossover.tokens for crossover in crossovers if crossover.device == device_class(plain.hardware)})
+    lengths = sorted({0} | {crossover.tokens for crossover in crossovers})
     dtypes_by_choice: dict[str, list[str]] = {}
     for name, dtype in DTYPES.items():
         parts, last = [], None

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flexdilated.backends.tuned import ESTIMATE
+from flexdilated.backends.measured import ESTIMATE
 from flexdilated.cli import options
 from flexdilated.tuning import Tuning
 from flexdilated.tuning import tune as run

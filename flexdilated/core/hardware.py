@@ -33,10 +33,15 @@ class Hardware:
     @property
     def name(self) -> str:
         """For messages: in compiled code a format calls no `__str__` of a dataclass."""
+        return self.device_type if self.capability is None else f"{self.device_type} {self.device_class}"
+
+    @property
+    def device_class(self) -> str:
+        """`"cpu"`, `"mps"`, or a CUDA level such as `"sm_90"`: what measurements are kept by."""
         if self.capability is None:
             return self.device_type
         major, minor = self.capability
-        return f"{self.device_type} sm_{major}{minor}"
+        return f"sm_{major}{minor}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

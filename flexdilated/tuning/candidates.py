@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from flexdilated.backends.crossovers import PROVEN
+from flexdilated.backends.measured import PROVEN
 
 
 class Candidate(NamedTuple):

@@ -90,7 +90,7 @@ class Job(NamedTuple):
     case: Case
 
     def form(self, direction: str) -> str:
-        """The form that is checked, as `flexdilated.backends.crossovers.unproven` spells it."""
+        """The form that is checked, as `flexdilated.backends.measured.unproven` spells it."""
         return f"{direction}, grouped heads" if self.case.group > 1 else direction
 
 

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from flexdilated.attention import dilated_attention
-from flexdilated.backends import DispatchKey, tuned, why_not
-from flexdilated.backends.crossovers import ENOUGH, faster
+from flexdilated.backends import DispatchKey, measured, why_not
+from flexdilated.backends.measured import ENOUGH, WRONG, faster
 from flexdilated.backends.triton import backend as triton_backend
-from flexdilated.backends.tuned import WRONG
 from flexdilated.core.files import replaced
 from flexdilated.core.hardware import Hardware, detect, dtype_name, recommended_dtype
 from flexdilated.core.pattern import DilatedPattern
@@ -100,9 +99,9 @@ def tune(
         return Tuning(reason=f"nothing to tune on {hardware}: backend='auto' takes 'sdpa' there")
     if head_dims is not None and min(head_dims, default=0) < 1:
         raise ValueError(f"head_dims must be positive, got {tuple(head_dims)}")
-    folder = tuned.folder()
+    folder = measured.folder()
     if folder is None:
-        raise ValueError(f"{tuned.VARIABLE} must be a folder for results to be kept, got {os.environ.get(tuned.VARIABLE)!r}")
+        raise ValueError(f"{measured.VARIABLE} must be a folder for results to be kept, got {os.environ.get(measured.VARIABLE)!r}")
     dtypes = dtypes or (ALL_DTYPES if everything else (recommended_dtype(hardware),))
     head_dims = head_dims or (ALL_HEAD_DIMS if everything else HEAD_DIMS)
     names = [candidate for candidate in CANDIDATES if everything or candidate.name not in SLOW]
@@ -111,9 +110,9 @@ def tune(
     if all(reason is not None for each in reasons.values() for reason in each):
         why = "; ".join(f"{name}: {each[0]}" for name, each in reasons.items())
         return Tuning(reason=f"nothing to tune on {hardware}: backend='auto' takes 'sdpa' there ({why})")
-    environment = tuned.environment(torch.cuda.get_device_name(place), hardware.capability)
+    environment = measured.environment(torch.cuda.get_device_name(place), hardware.capability)
     processes = min(8, os.cpu_count() or 1) if processes is None else processes
-    return run(tuned.path_of(folder, environment), environment, plan, place, processes, progress or (lambda text, share: None))
+    return run(measured.path_of(folder, environment), environment, plan, place, processes, progress or (lambda text, share: None))
 
 
 class Progress:
@@ -164,7 +163,7 @@ def run(
     except KeyboardInterrupt:
         is_complete = False
     if not (dist.is_available() and dist.is_initialized()):  # ranks that have compared what they read must not change it
-        tuned.loaded.cache_clear()
+        measured.loaded.cache_clear()
         launch = sys.modules.get("flexdilated.backends.triton.launch")
         if launch is not None:
             launch.PLANS.clear()  # launches planned in forms that this process read before
@@ -176,7 +175,7 @@ def _read(path: Path, environment: Json) -> Json:
     """The content of a kept file, or that of an empty one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a damaged file, which the next one replaces
-        is_known = tuned.parsed(path, environment).path is not None
+        is_known = measured.parsed(path, environment).path is not None
     return json.loads(path.read_text()) if is_known else {"environment": environment, "measured": [], "forms": [], "checks": []}
 
 
@@ -331,7 +330,7 @@ def _pairs(tokens: int) -> float:
 
 def chosen(kept: Json, entry: Json) -> str:
     """What `backend="auto"` takes for the calls of a measured entry: a backend, or a form of the Triton kernels."""
-    backend, is_right = faster(entry), tuned.checked(kept["checks"])
+    backend, is_right = faster(entry), measured.checked(kept["checks"])
     if any(is_right.get((backend, way, entry["dtype"])) is False for way in WAYS[: 1 + entry["training"]]):
         return "sdpa"
     return str(entry["form"]) if backend == "triton" else backend

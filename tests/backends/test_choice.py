@@ -13,15 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import environment
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
-from flexdilated.backends import BACKENDS, KERNEL_BACKENDS, Choice, DispatchKey, choose_kernel, crossovers, dispatch, tuned
-from flexdilated.backends.crossovers import DEFAULT
+from flexdilated.backends import BACKENDS, KERNEL_BACKENDS, Choice, DispatchKey, choose_kernel, dispatch, measured
 from flexdilated.backends.dense import sdpa
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.kernel import Dropout, Options
+from flexdilated.backends.measured import DEFAULT
 from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.core import custom_op
 from tests.cases import Case, run_backend, run_reference
 from tests.hardware import simulate
+from tests.measured import ship_checks
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
@@ -38,8 +39,7 @@ def request(**changes: object) -> DispatchKey:
 def builder(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that can build triton's launcher, and forms of triton that have run on an sm_90."""
     monkeypatch.setattr(triton_backend, "UNBUILT", None)
-    forms = ("forward", "backward", "forward, grouped heads")
-    monkeypatch.setattr(crossovers, "RAN", tuple(("triton", form, "sm_90") for form in forms))
+    ship_checks(monkeypatch, "forward", "backward", "forward, grouped heads")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_auto_leaves_triton_out_where_it_cannot_be_built(monkeypatch: pytest.Mon
 def test_auto_takes_no_form_that_changed_since_a_gpu_ran_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request(hardware=simulate("sm_90"), head_dim=64, dtype=torch.bfloat16, group=2, differentiable=True)
     reason = "the code of its backward, grouped heads has changed, and has not run on sm_90 since"
-    assert crossovers.unproven("triton", asked) == reason
+    assert measured.unproven("triton", asked) == reason
     monkeypatch.setattr(backends, "prefer", lambda request: ("triton",))
     with pytest.raises(NotImplementedError, match=f"triton: {reason}"):
         backends.choose("auto", asked)
@@ -90,9 +90,10 @@ def test_auto_takes_no_form_that_changed_since_a_gpu_ran_it(monkeypatch: pytest.
 
 
 def test_kept_forms_are_those_of_this_code() -> None:
-    for entry in json.loads(crossovers.FILE.read_text())["ran"]:
-        assert entry["source"] == environment.source_of(entry["backend"], entry["form"]), (
-            f"{entry['backend']}, {entry['form']} has changed since {entry['commit']} ran on {entry['device']}; remove the entry: "
+    shipped = json.loads(measured.FILE.read_text())
+    for device, entry in ((device, entry) for device, kept in shipped.items() for entry in kept["checks"]):
+        assert entry["source"] == environment.source_of(entry["candidate"], entry["form"]), (
+            f"{entry['candidate']}, {entry['form']} has changed since {entry['commit']} ran on {device}; remove the entry: "
             "backend='auto' takes another backend until python -m benchmarks.gpu --all has run there"
         )
 
@@ -307,7 +308,7 @@ def test_an_eager_call_chooses_its_kernel_once_for_both_directions(monkeypatch: 
 
 
 def test_an_eager_call_on_a_cpu_neither_encodes_its_pattern_nor_reads_what_tune_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((custom_op, "_encoded"), (backends, "prefer"), (tuned, "loaded")):
+    for module, name in ((custom_op, "_encoded"), (measured, "loaded"), (measured, "_known")):
         monkeypatch.setattr(module, name, None)  # a call would raise
     x = torch.randn(1, 13, 2, 8, requires_grad=True)
     dilated_attention(x, x, x, DilatedPattern((5, 13), (1, 2))).sum().backward()

@@ -13,10 +13,10 @@ from torch.torch_version import TorchVersion
 import flexdilated.core.dispatch_key
 from flexdilated import DilatedPattern, backends, dilated_attention
 from flexdilated.backends import DispatchKey, choose_kernel
-from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.dense import flash, flash_kernels, piece_loop
 from flexdilated.backends.dense.math import MATH
 from flexdilated.backends.kernel import Options
+from flexdilated.backends.measured import DEFAULT
 from tests.backends.flash_stand_ins import KERNEL, Calls, place, stand_in
 from tests.cases import Case, assert_twice_plain, differentiate, run_backend, run_reference
 from tests.doors.cases import CASES, KINDS, assert_near, results

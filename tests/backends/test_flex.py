@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 import flexdilated.backends.flex.backend
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
-from flexdilated.backends import BACKENDS, DispatchKey, choose, crossovers
+from flexdilated.backends import BACKENDS, DispatchKey, choose
+from flexdilated.backends import measured as measurements
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.flex import rows, tiles
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
@@ -495,22 +496,21 @@ def test_refuses_zero_keys() -> None:
         dilated_attention(x, x, x, DilatedPattern.torchscale((5,), (2,)), is_causal=True, backend="flex")
 
 
-ENTRY = {"device": "sm_90", "dtype": "bfloat16", "training": True, "head_dim": 64}
+ENTRY = {"dtype": "bfloat16", "training": True, "head_dim": 64}
 
 
 def measured(*points: tuple[int, float | None], **changes: Any) -> list[dict[str, Any]]:
     return [{**ENTRY, **changes, "tokens": tokens, "flex_over_sdpa": ratio} for tokens, ratio in points]
 
 
-def test_auto_follows_the_measurements() -> None:
-    import json
-
+def test_auto_follows_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [
         *measured((1024, 0.5), (4096, 0.96), (16384, 1.2), (65536, None)),
         *measured((1024, 1.5), (4096, 1.1), (16384, 0.9), (65536, 0.4), head_dim=128),
         *measured((4096, 0.2), training=False),
     ]
-    table = crossovers.load(json.dumps({"measured": entries}))
+    kept = {"measured": entries, "forms": [], "checks": [], "date": ""}
+    monkeypatch.setitem(measurements.SHIPPED, "sm_90", measurements.read(kept))
 
     def first(**changes: Any) -> str:
         values = {
@@ -520,17 +520,17 @@ def test_auto_follows_the_measurements() -> None:
             "differentiable": True,
             "num_tokens": 2000,
         }
-        return crossovers.prefer(DispatchKey(**values | changes), table)[0]
+        return measurements.prefer(DispatchKey(**values | changes))[0]
 
     assert [first(num_tokens=n) for n in (1, 1024, 2047, 2048, 1 << 20)] == ["flex", "flex", "flex", "sdpa", "sdpa"]
     assert [first(num_tokens=n, head_dim=100) for n in (1, 8191, 8192, 1 << 20)] == ["sdpa", "sdpa", "flex", "flex"]
     assert first(differentiable=False) == "flex"
-    assert crossovers.faster({"flex_over_sdpa": 0.8, "triton_over_sdpa": 0.7}) == "triton"
-    assert crossovers.faster({"flex_over_sdpa": 0.6, "triton_over_sdpa": 0.7}) == "flex"
-    assert crossovers.faster({"flex_over_sdpa": None, "triton_over_sdpa": 0.96}) == "sdpa"
-    assert first(hardware=simulate("sm_80")) == first(dtype=torch.float16) == crossovers.DEFAULT[0]
+    assert measurements.faster({"flex_over_sdpa": 0.8, "triton_over_sdpa": 0.7}) == "triton"
+    assert measurements.faster({"flex_over_sdpa": 0.6, "triton_over_sdpa": 0.7}) == "flex"
+    assert measurements.faster({"flex_over_sdpa": None, "triton_over_sdpa": 0.96}) == "sdpa"
+    assert first(hardware=simulate("sm_80")) == first(dtype=torch.float16) == measurements.DEFAULT[0]
     for name in ("cpu", "sm_75", "sm_90", "mps"):
-        assert sorted(crossovers.prefer(DispatchKey(simulate(name), torch.bfloat16, 64), table)) == sorted(crossovers.DEFAULT)
+        assert sorted(measurements.prefer(DispatchKey(simulate(name), torch.bfloat16, 64))) == sorted(measurements.DEFAULT)
 
 
 def test_what_is_measured_anew_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,15 +538,17 @@ def test_what_is_measured_anew_leaves_the_rest(tmp_path: Path, monkeypatch: pyte
 
     from benchmarks import crossover
 
-    kept = json.loads(crossovers.FILE.read_text())
-    file = tmp_path / "crossovers.json"
+    kept = json.loads(measurements.FILE.read_text())
+    file = tmp_path / "measured.json"
     monkeypatch.setattr(crossover, "over_sdpa", lambda backend, tokens, *_, **__: 7.0)
     crossover.main(["--device", "cpu", "--tokens", "4096", "512", "--file", str(file)])
     found = json.loads(file.read_text())
+    assert found["sm_90"] == kept["sm_90"]
+    found, kept = found["cpu"], kept["cpu"]
     new = [entry for entry in found["measured"] if entry.get("flex_over_sdpa") == 7.0]
     assert sorted((entry["dtype"], entry["tokens"]) for entry in new) == [
         (dtype, tokens) for dtype in ("bfloat16", "float32") for tokens in (512, 4096)
     ]
-    rest = [entry for entry in kept["measured"] if (entry["device"], entry["tokens"]) != ("cpu", 4096)]
+    rest = [entry for entry in kept["measured"] if entry["tokens"] != 4096]
     assert [entry for entry in found["measured"] if entry not in new] == rest
     assert found["provenance"][:-1] == kept["provenance"]  # of what stays

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import crossover, environment, gpu, gpu_backends, gpu_checks, gpu_steps
 from benchmarks.gpu_steps import CHECKED, FORMS, QUICK, TIMED
-from flexdilated.backends import crossovers
+from flexdilated.backends import measured
 from flexdilated.core.pieces import plan_pieces
 from flexdilated.tuning import checks
 
@@ -79,7 +79,7 @@ def kept(folder: Path, name: str) -> Any:
 
 
 def test_everything_is_checked_then_timed_and_kept(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = crossovers.FILE.read_text()
+    before = measured.FILE.read_text()
     status, report, happened = command()
     assert status == 0
     checks = [f"check {name}" for name in CHECKED]
@@ -94,17 +94,17 @@ def test_everything_is_checked_then_timed_and_kept(command: Any, tmp_path: Path,
     }
     assert {step["status"] for step in report["steps"].values()} == {"done"}
     assert [run["all"] for run in kept(tmp_path, "*-attention.json")["runs"]] == [True]
-    found = kept(tmp_path, "crossovers.json")["ran"]
-    assert [(e["backend"], e["form"], e["device"]) for e in found] == [
-        (e, form, "cpu") for e in crossovers.PROVEN for form in FORMS
+    found = kept(tmp_path, "measured.json")["cpu"]["checks"]
+    assert [(e["candidate"], e["form"], e["dtype"]) for e in found] == [
+        (backend, form, dtype) for backend in measured.PROVEN for form in FORMS for dtype in ("bfloat16", "float32")
     ]
     for entry in found:
-        assert entry["source"] == environment.source_of(entry["backend"], entry["form"])
+        assert entry["source"] == environment.source_of(entry["candidate"], entry["form"])
         assert (entry["commit"], entry["date"]) == (report["commit"], report["date"])
     shown = capsys.readouterr().out
     assert "8 of 8 cases right" in shown
     assert "1 / 2" in shown
-    assert crossovers.FILE.read_text() == before
+    assert measured.FILE.read_text() == before
 
 
 def test_the_checked_pieces_take_every_way_of_the_triton_kernels() -> None:
@@ -155,7 +155,7 @@ def test_no_step_starts_that_would_not_end_in_time(command: Any, tmp_path: Path,
     status, _, happened = command("--backends", "sdpa", "--minutes", "2.6", clock=Clock(25.0))
     assert (status, happened[0], len(happened)) == (3, "check sdpa", 1 + 6)
     assert len(kept(tmp_path, "*-attention.json")["runs"][0]["dense"]) == 6
-    assert kept(tmp_path, "crossovers.json")["ran"] == []
+    assert kept(tmp_path, "measured.json")["cpu"]["checks"] == []
     assert report["checks"] == []
 
 
@@ -181,10 +181,10 @@ def test_a_form_that_is_wrong_is_not_timed_and_all_others_are(
         if hit and direction == "forward":
             assert m["reason"].startswith(f"its {form} is not right (triton, mask, ")
             assert m["reason"].endswith(f"{verdict})")
-    ran = [(entry["backend"], entry["form"]) for entry in kept(tmp_path, "crossovers.json")["ran"]]
+    ran = [(entry["candidate"], entry["form"]) for entry in kept(tmp_path, "measured.json")["cpu"]["checks"]]
     lost = {form, f"backward{', grouped heads' * grouped}"} if stops else set()
-    assert ran == [
-        (backend, f) for backend in crossovers.PROVEN for f in FORMS if (backend, f) not in {("triton", x) for x in lost}
+    assert list(dict.fromkeys(ran)) == [
+        (backend, f) for backend in measured.PROVEN for f in FORMS if (backend, f) not in {("triton", x) for x in lost}
     ]
     assert (verdict in " ".join(capsys.readouterr().out.split())) == stops
 
@@ -195,28 +195,28 @@ def test_crossovers_are_of_backends_that_are_right_and_run(command: Any, tmp_pat
 
     def measure(backends: list[str], dtype: torch.dtype, head_dim: int, lengths: Any, device: str) -> list[dict[str, Any]]:
         asked.append(backends)
-        return [{"device": device, "dtype": str(dtype), "head_dim": head_dim}]
+        return [{"dtype": str(dtype), "head_dim": head_dim}]
 
     monkeypatch.setattr(crossover, "measure", measure)
     _, report, _ = command()
-    before = json.loads(crossovers.FILE.read_text())
-    file = tmp_path / "state" / "crossovers.json"
+    before = json.loads(measured.FILE.read_text())
+    file = tmp_path / "state" / "measured.json"
 
     def kept_file(*steps: gpu_steps.Step) -> Any:
         gpu_steps.write_kept(report, steps, tmp_path, file, "cpu", ["--all"])
         return json.loads(file.read_text())
 
     gpu_steps.time_crossovers(report, torch.float32, 64, "cpu")
-    assert kept_file(gpu_steps.Step("", "remains", 0.0, print))["measured"] == before["measured"]
+    assert kept_file(gpu_steps.Step("", "remains", 0.0, print))["cpu"]["measured"] == before["cpu"]["measured"]
     report["checks"].append({"backend": "triton", "form": "backward", "case": "", "found": "wrong: dq"})
     gpu_steps.time_crossovers(report, torch.float32, 128, "cpu")
     report["measurements"] = [m for m in report["measurements"] if m["backend"] != "flash"]
     gpu_steps.time_crossovers(report, torch.float32, 256, "cpu")
     assert asked == [["triton", "flash"], ["flash"]]
     found = kept_file()
-    rest = [entry for entry in before["measured"] if entry["device"] != "cpu"]
-    assert found["measured"] == [*rest, *({"device": "cpu", "dtype": "torch.float32", "head_dim": d} for d in (64, 128))]
-    (about,) = (entry for entry in found["provenance"] if entry["device"] == "cpu")
+    assert found["sm_90"] == before["sm_90"]
+    assert found["cpu"]["measured"] == [{"dtype": "torch.float32", "head_dim": d} for d in (64, 128)]
+    (about,) = found["cpu"]["provenance"]
     assert (about["command"], about["commit"]) == ("python -m benchmarks.gpu --all", report["commit"])
     assert len(found["provenance"]) == len(before["provenance"])
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from flexdilated.backends import BACKENDS, crossovers
+from flexdilated.backends import BACKENDS
 from flexdilated.backends.dense import flash
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.triton import backend as triton_backend
@@ -22,6 +22,7 @@ from flexdilated.core.hardware import detect
 from flexdilated.tuning.checks import QUANTITIES
 from tests.commands import invoke
 from tests.hardware import simulate
+from tests.measured import ship_checks
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -109,7 +110,7 @@ def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hopper.startswith(f"auto takes sdpa in float32, bfloat16, float16, float64, {gpu}{left_out.format('forward')}")
     unknown = "auto takes sdpa, then flex: nothing has been measured on this class of device"
     assert unmeasured.startswith(unknown + left_out.format("forward"))
-    monkeypatch.setattr(crossovers, "RAN", tuple(("triton", form, "sm_90") for form in ("forward", "backward")))
+    ship_checks(monkeypatch, "forward", "backward")
     chosen = "triton, from 2,896 tokens sdpa in float32; triton in bfloat16, float16; sdpa in float64"
     ran = doctor._preference(simulate("sm_90"))
     assert ran.startswith(f"auto takes {chosen}, {gpu}{left_out.format('forward, grouped heads')}")

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends import tuned
+from flexdilated.backends import measured
 from tests.distributed.processes import Ranks, exactly
 from tests.measured import HOPPER, NAME, forget, write
 
@@ -27,7 +27,7 @@ def attend_with_files_of_ranks(
     }
     place = Path(folder) / str(rank)
     pattern, q = DilatedPattern((8, 16), (1, 2)), torch.randn(1, 8, 2, 4)
-    with mock.patch.dict(os.environ, {"FLEXDILATED_CACHE": str(place)}), mock.patch.multiple(tuned, **patches):
+    with mock.patch.dict(os.environ, {"FLEXDILATED_CACHE": str(place)}), mock.patch.multiple(measured, **patches):
         forget()
         if (own := changes[rank]) is not None:
             write(place, **own)
@@ -44,7 +44,7 @@ def attend_with_files_of_ranks(
 def test_ranks_that_read_other_measurements_are_named(ranks: Ranks, tmp_path: Path) -> None:
     """Times and dates may differ: choices may not."""
     size = ranks.world_size
-    slower = [{"device": "sm_90", "dtype": "bfloat16", "head_dim": 64, "tokens": 1024, "training": False, "triton_over_sdpa": 2.0}]
+    slower = [{"dtype": "bfloat16", "head_dim": 64, "tokens": 1024, "training": False, "triton_over_sdpa": 2.0}]
     cases = {"equal": {"date": "2025-01-01"}, "slower": {"measured": slower}, "none": None}
     for number, (name, last) in enumerate(cases.items()):
         changes = [{} for _ in range(size - 1)] + [last]

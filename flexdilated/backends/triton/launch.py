@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flexdilated.backends.kernel import Options, with_positive_scale
+from flexdilated.backends.measured import constants as tuned_constants
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
 from flexdilated.backends.triton.groups import PieceGroup, graph_stage, groups, table_of
@@ -30,7 +31,6 @@ from flexdilated.backends.triton.tiles import (
     tiles_of,
     unmeasured_tiles,
 )
-from flexdilated.backends.tuned import constants as tuned_constants
 from flexdilated.core.hardware import detect
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pieces import UNBOUNDED, Piece

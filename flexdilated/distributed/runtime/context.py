@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flexdilated._version import __version__
-from flexdilated.backends.tuned import digest_of
+from flexdilated.backends.measured import digest_of
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.call import documents
 from flexdilated.core.custom_op import Inputs, OpOptions

@@ -1,6 +1,11 @@
-"""What `flexdilated tune` kept on this machine, which `backend="auto"` reads before the shipped `crossovers.json`.
+"""Which backend `backend="auto"` prefers: as `flexdilated tune` measured on this machine, else as measured for the package.
 
-One file per device name, level of CUDA, versions and code of the kernels. A process reads it once. Nothing is timed here.
+Shipped measurements are in `measured.json`, those of this machine in one file per device name, level of CUDA, versions and code of
+the kernels, in the same format. A process reads each file once. Nothing is timed here.
+
+`nox -s bench -- --crossover` measures the machine at hand and rewrites its part of `measured.json`. Where nothing is kept for a
+device and dtype, the order is that of `DEFAULT`. Kernels of this project's own and private entry points are chosen only in forms
+that a GPU has run since their code last changed: an entry of `checks` has the form, the commit and a hash of the code.
 """
 
 from __future__ import annotations
@@ -15,18 +20,22 @@ import warnings
 from collections.abc import Iterable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from flexdilated.backends import crossovers
-from flexdilated.backends.crossovers import Crossover, device_class
 from flexdilated.core.dispatch_key import DispatchKey
-from flexdilated.core.hardware import cuda_level, detect, dtype_name
+from flexdilated.core.hardware import Hardware, cuda_level, detect, dtype_name
 from flexdilated.core.integers import is_integer
 from flexdilated.core.tracing import answers_while_traced
 
+FILE = Path(__file__).with_name("measured.json")
+DEFAULT = ("sdpa", "flex")  # the oracle, which takes O(N^2) memory, is never chosen unasked
+PROVEN = ("triton", "flash")  # these need a right check of every form
+CHALLENGERS = (*PROVEN, "flex")  # measured against sdpa; an entry without a ratio of a backend has not measured it
+ENOUGH = 0.95  # one of them is chosen when it takes at most this share of sdpa's time: less is noise
 VARIABLE = "FLEXDILATED_CACHE"  # a folder, or OFF
 OFF = "off"
 PACKAGES = ("triton", "pytorch-triton", "triton-windows", "flash-attn", "flash-attn-4")
@@ -44,23 +53,31 @@ ABOUT = {"dtype": TEXT, "head_dim": SIZE}
 SHAPE = {
     "environment": {},
     "date": TEXT,
-    "measured": [
-        ABOUT | {"training": FLAG, "tokens": SIZE} | {f"{backend}_over_sdpa": RATIO for backend in crossovers.CHALLENGERS}
-    ],
+    "measured": [ABOUT | {"training": FLAG, "tokens": SIZE} | {f"{backend}_over_sdpa": RATIO for backend in CHALLENGERS}],
     "forms": [ABOUT | {"constants": [TEXT]}],
     "checks": [{"candidate": TEXT, "form": TEXT, "dtype": TEXT, "found": TEXT}],
 }
 
 
-class Tuned(NamedTuple):
+class Crossover(NamedTuple):
+    """The backend that is fastest from `tokens` tokens on, up to the next entry of equal dtype, training and head dim."""
+
+    dtype: str
+    training: bool  # forward and backward, or forward alone
+    head_dim: int
+    tokens: int
+    backend: str
+
+
+class Measurements(NamedTuple):
     """The content of a kept file; `constants` are those of `triton/launch.py` that are on, by dtype and head dim."""
 
-    path: Path | None = None
-    date: str = ""
     crossovers: tuple[Crossover, ...] = ()
     checked: dict[tuple[str, str, str], bool] = {}  # noqa: RUF012
     constants: dict[tuple[str, int], frozenset[str]] = {}  # noqa: RUF012
     digest: str | None = None  # of the choices that follow from the file, without its times
+    date: str = ""
+    path: Path | None = None  # of a file of this machine
     is_ignored: bool = False  # a file was there, and a warning said why it is not used
 
 
@@ -68,25 +85,56 @@ class Tuned(NamedTuple):
 
 
 def prefer(request: DispatchKey) -> tuple[str, ...]:
-    """The backends for `backend="auto"`, the fastest first: as measured on this machine, else as `crossovers.prefer` says."""
-    return crossovers.prefer(request, _measured(request) or None)
+    """The backends for `backend="auto"`, the fastest first: as measured here, else on this class of device at the nearest head dim.
+
+    Above all measured head dims it is `DEFAULT`, and where one graph is to hold for every length what is fastest on the longest.
+
+    Under users' functions sdpa forms all scores, several times over, where flex on a GPU forms none. But there gradients of tensors
+    that the functions hold are summed in any order.
+    """
+    if request.modified and (request.hardware.capability or (0, 0)) >= (8, 0) and not torch.are_deterministic_algorithms_enabled():
+        return ("flex", "sdpa")
+    kind = (dtype_name(request.dtype), request.differentiable)
+    measured = _measured_here(request) or [c for c in shipped(request.hardware).crossovers if c[:2] == kind]
+    if not measured:
+        return DEFAULT
+    nearest = largest = measured[0].head_dim
+    for c in measured[1:]:  # the compiler traces a loop, but no `min` with a key
+        largest = max(largest, c.head_dim)
+        if _is_nearer(c.head_dim, nearest, request.head_dim):
+            nearest = c.head_dim
+    if request.head_dim > largest:
+        return DEFAULT
+    points = [c for c in measured if c.head_dim == nearest]
+    first = points[0].backend
+    for point in points[1:]:
+        if request.dynamic or request.num_tokens >= point.tokens:  # one graph for every length asks of none
+            first = point.backend
+    return (first, *(backend for backend in DEFAULT if backend != first))
+
+
+def _is_nearer(a: int, b: int, target: int) -> bool:
+    """Whether `a` is closer to the target than `b`, by ratio. In integers."""
+    return max(a, target) * min(b, target) < max(b, target) * min(a, target)
 
 
 def unproven(backend: str, request: DispatchKey) -> str | None:
     """Why `backend="auto"` leaves a backend out, or None: wrong on this machine, or changed since a GPU last ran it."""
-    capability = request.hardware.capability
-    if capability is None or request.modified:
-        return crossovers.unproven(backend, request)
-    suffix, is_right = ", grouped heads" if request.group > 1 else "", True
-    for way in ("forward", "backward")[: 1 + request.differentiable]:
-        found = _is_right(capability, backend, way + suffix, request.dtype)
-        if found is False:
-            return f"flexdilated tune has not found its {way}{suffix} right in {dtype_name(request.dtype)}"
-        is_right = is_right and found is True
-    return None if is_right and _measured(request) else crossovers.unproven(backend, request)
+    suffix, name, right = ", grouped heads" if request.group > 1 else "", dtype_name(request.dtype), []
+    forms = [form + suffix for form in ("forward", "backward")[: 1 + request.differentiable]]
+    if request.hardware.capability is not None and not request.modified:
+        right = [_is_right(request.hardware.capability, backend, form, name) for form in forms]
+    if False in right:
+        return f"flexdilated tune has not found its {forms[right.index(False)]} right in {name}"
+    if backend not in PROVEN or (all(right) and _measured_here(request)):
+        return None
+    for form in forms:
+        if not shipped(request.hardware).checked.get((backend, form, name)):
+            return f"the code of its {form} has changed, and has not run on {request.hardware.device_class} since"
+    return None
 
 
-def _measured(request: DispatchKey) -> list[Crossover]:
+def _measured_here(request: DispatchKey) -> list[Crossover]:
     """What was measured on this machine with rows that kernels hold as those of a request: padded to equal powers of two."""
     found, capability = [], request.hardware.capability
     if capability is not None and not request.modified:
@@ -105,8 +153,8 @@ def _known(capability: Capability, dtype: torch.dtype, differentiable: bool) -> 
 
 
 @answers_while_traced
-def _is_right(capability: Capability, backend: str, form: str, dtype: torch.dtype) -> bool | None:
-    return loaded(capability).checked.get((backend, form, dtype_name(dtype)))
+def _is_right(capability: Capability, backend: str, form: str, dtype: str) -> bool | None:
+    return loaded(capability).checked.get((backend, form, dtype))
 
 
 def constants(device: torch.device, dtype: torch.dtype, head_dim: int) -> frozenset[str]:
@@ -130,7 +178,7 @@ def advise(capability: Capability) -> None:
 @lru_cache(maxsize=8)
 def _advise(capability: Capability) -> None:
     name = device_name(capability)
-    if name is None or folder() is None or any(device == level_name(capability) for *_, device in crossovers.RAN):
+    if name is None or folder() is None or shipped(cuda_level(capability)).checked:
         return
     if loaded(capability).path is not None or loaded(capability).is_ignored:
         return
@@ -141,7 +189,55 @@ def _advise(capability: Capability) -> None:
     )
 
 
-# -- the file -------------------------------------------------------------------------------------------------------------------
+# -- a file ---------------------------------------------------------------------------------------------------------------------
+
+
+def read(kept: dict[str, Any], path: Path | None = None) -> Measurements:
+    """The content of a kept file, from its JSON."""
+    points, verdicts = _crossovers(kept["measured"]), checked(kept["checks"])
+    forms = {(e["dtype"], e["head_dim"]): frozenset(e["constants"]) for e in kept["forms"]}
+    digest = _hash([points, sorted(verdicts.items()), sorted((*key, *sorted(names)) for key, names in forms.items())])
+    return Measurements(points, verdicts, forms, digest, kept["date"], path)
+
+
+def _crossovers(measured: Iterable[dict[str, Any]]) -> tuple[Crossover, ...]:
+    """One entry where the faster backend changes, the first at 0 tokens.
+
+    Between two lengths with different fastest backends, the choice changes at their geometric mean.
+    """
+    crossovers: list[Crossover] = []
+    kinds: dict[tuple[str, bool, int], list[tuple[int, str]]] = {}
+    for entry in measured:
+        kind = (entry["dtype"], entry["training"], entry["head_dim"])
+        kinds.setdefault(kind, []).append((entry["tokens"], faster(entry)))
+    for kind, points in kinds.items():
+        last_tokens, last_backend = 0, None
+        for tokens, backend in sorted(points):
+            if backend != last_backend:
+                crossovers.append(Crossover(*kind, isqrt(last_tokens * tokens), backend))
+            last_tokens, last_backend = tokens, backend
+    return tuple(crossovers)
+
+
+def faster(entry: dict[str, Any]) -> str:
+    """The backend that the measurements favour; a null ratio means that a backend could not run."""
+    best, least = "sdpa", ENOUGH
+    for backend in CHALLENGERS:
+        ratio = entry.get(f"{backend}_over_sdpa")
+        if ratio is not None and (ratio < least or (best == "sdpa" and ratio <= least)):
+            best, least = backend, ratio
+    return best
+
+
+def checked(checks: Iterable[dict[str, str]]) -> dict[tuple[str, str, str], bool]:
+    """Whether a form was right in a check and wrong in none, by candidate, form as `unproven` spells it, and dtype."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for check in checks:
+        found.setdefault((check["candidate"], check["form"], check["dtype"]), []).append(check["found"])
+    return {key: "right" in texts and not any(text.startswith(WRONG) for text in texts) for key, texts in found.items()}
+
+
+# -- the file of this machine ---------------------------------------------------------------------------------------------------
 
 
 def folder() -> Path | None:
@@ -164,7 +260,7 @@ def environment(name: str, capability: Capability) -> dict[str, Any]:
     """All that measurements of a device depend on, as JSON types."""
     return {
         "device": name,
-        "level": level_name(capability),
+        "level": cuda_level(capability).device_class,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         **{package: _version(package) for package in PACKAGES},
@@ -183,19 +279,19 @@ def others(capability: Capability) -> list[Path]:
     place, name = folder(), device_name(capability)
     if place is None or name is None or not os.access(place, os.R_OK | os.X_OK):
         return []
-    return sorted(place.glob(f"{_stem(name, level_name(capability))}-*.json"))
+    return sorted(place.glob(f"{_stem(name, cuda_level(capability).device_class)}-*.json"))
 
 
 @lru_cache(maxsize=8)
-def loaded(capability: Capability) -> Tuned:
+def loaded(capability: Capability) -> Measurements:
     """What is kept for the GPUs of a level; empty without a file, and where the file is damaged or of another machine."""
     place, name = folder(), device_name(capability)
     if place is None or name is None or not others(capability):
-        return Tuned()
+        return Measurements()
     return parsed(path_of(place, found := environment(name, capability)), found)
 
 
-def parsed(path: Path, expected: dict[str, Any]) -> Tuned:
+def parsed(path: Path, expected: dict[str, Any]) -> Measurements:
     """The content of a file, if it was measured in an environment; else a warning and nothing."""
     try:
         kept = json.loads(path.read_text())
@@ -203,16 +299,12 @@ def parsed(path: Path, expected: dict[str, Any]) -> Tuned:
         differing = [name for name in expected if kept["environment"].get(name) != expected[name]]
         if differing:
             raise ValueError(f"it was measured with another {', '.join(differing)}")
-        measured = [{**e, "device": expected["level"]} for e in kept["measured"]]
-        forms = {(e["dtype"], e["head_dim"]): frozenset(e["constants"]) for e in kept["forms"]}
-        points, forms_checked = crossovers.load(json.dumps({"measured": measured})), checked(kept["checks"])
-        digest = _hash([points, sorted(forms_checked.items()), sorted((*key, *sorted(names)) for key, names in forms.items())])
-        return Tuned(path, kept["date"], points, forms_checked, forms, digest)
+        return read(kept, path)
     except FileNotFoundError:
-        return Tuned()
+        return Measurements()
     except (OSError, ValueError, RecursionError) as error:
         warnings.warn(f"{path} is ignored ({type(error).__name__}: {error}); run `flexdilated tune` again", stacklevel=2)
-        return Tuned(is_ignored=True)
+        return Measurements(is_ignored=True)
 
 
 def _check_shape(value: Any, shape: Any, name: str) -> None:
@@ -230,14 +322,6 @@ def _check_shape(value: Any, shape: Any, name: str) -> None:
         _check_shape(each, shape[0], f"{name}[{i}]")
 
 
-def checked(checks: Iterable[dict[str, str]]) -> dict[tuple[str, str, str], bool]:
-    """Whether a form was right in a check and wrong in none, by candidate, form as `crossovers.unproven` spells it, and dtype."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for check in checks:
-        found.setdefault((check["candidate"], check["form"], check["dtype"]), []).append(check["found"])
-    return {key: "right" in texts and not any(text.startswith(WRONG) for text in texts) for key, texts in found.items()}
-
-
 # -- what it depends on ---------------------------------------------------------------------------------------------------------
 
 
@@ -249,11 +333,6 @@ def driver() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0].strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def level_name(capability: Capability) -> str:
-    """For example `sm_90`."""
-    return device_class(cuda_level(capability))
 
 
 def _stem(name: str, level: str) -> str:
@@ -269,3 +348,11 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+SHIPPED = {device: read(kept) for device, kept in json.loads(FILE.read_text()).items()}
+
+
+def shipped(hardware: Hardware) -> Measurements:
+    """What the package has for a class of device."""
+    return SHIPPED.get(hardware.device_class, Measurements())
