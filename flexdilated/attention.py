@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flexdilated.backends import dispatch
 from flexdilated.core.call import Call, MaskMod, ScoreMod
-from flexdilated.core.checks import LAYOUT, check, warn_of_losses
+from flexdilated.core.checks import LAYOUT, check
+from flexdilated.core.losses import warn_of_losses
 from flexdilated.core.lse import normalised, sink_scale
 from flexdilated.core.pattern import DilatedPattern
 

@@ -26,8 +26,8 @@ from flexdilated import (
     dilated_mask_mod,
     dilated_score_mod,
 )
-from flexdilated.core import checks
-from flexdilated.core.checks import why_not_connected
+from flexdilated.core import losses
+from flexdilated.core.losses import why_not_connected
 from tests.analysis.definition import seen_after
 from tests.cases import least_heads
 
@@ -231,11 +231,11 @@ TEXT = (
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    checks.warn_of_losses.cache_clear()
-    checks._warn.cache_clear()
+    losses.warn_of_losses.cache_clear()
+    losses._warn.cache_clear()
     yield
-    checks.warn_of_losses.cache_clear()
-    checks._warn.cache_clear()
+    losses.warn_of_losses.cache_clear()
+    losses._warn.cache_clear()
 
 
 @pytest.mark.usefixtures("forgotten")

@@ -10,9 +10,10 @@ from typing import Any
 from flexdilated.analysis.coverage import layers_to_cover, missing_residues
 from flexdilated.analysis.lattice import checked
 from flexdilated.core.branch import Kept
-from flexdilated.core.checks import is_number, why_not_connected
+from flexdilated.core.checks import is_number
 from flexdilated.core.integers import at_least_one
 from flexdilated.core.keywords import takes_num_kv_heads
+from flexdilated.core.losses import why_not_connected
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.presets import FIRST_TOKENS, rounded_up
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flexdilated.cli.refusal import first_line, refuse
-from flexdilated.core.checks import why_not_connected
 from flexdilated.core.hardware import dtype_name
+from flexdilated.core.losses import why_not_connected
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.figure import require_matplotlib as check_matplotlib
 from flexdilated.draw.figure import write

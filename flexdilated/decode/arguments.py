@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends import BACKENDS
-from flexdilated.core.checks import DTYPES, check_dense, check_sinks, warn_of_losses
+from flexdilated.core.checks import DTYPES, check_dense, check_sinks
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.integers import as_integer, at_least_one
+from flexdilated.core.losses import check_losses, warn_of_losses
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.tracing import holds_values, reads_freely
 
@@ -31,6 +32,7 @@ def check_sizes(pattern: DilatedPattern, cache: Sizes, max_length: int | None, f
     Raises:
         ValueError: If a size is below 1, or the heads are not among those of the model.
         TypeError: If the pattern, a size or the dtype has the wrong type.
+        NotImplementedError: If the pattern cannot be decoded token by token.
     """
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
@@ -43,6 +45,9 @@ def check_sizes(pattern: DilatedPattern, cache: Sizes, max_length: int | None, f
         raise ValueError(f"first_head must leave room for {room}, got {first_head}")
     if cache.dtype not in DTYPES:
         raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {cache.dtype}")
+    check_losses(pattern, max_length, total_kv_heads, is_causal=True)
+    if (refusal := cache_refusal(pattern, max_length)) is not None:
+        raise NotImplementedError(refusal)
 
 
 def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None:

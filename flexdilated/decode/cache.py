@@ -11,13 +11,12 @@ from torch import Tensor
 
 from flexdilated.attention import attend
 from flexdilated.core.call import Call
-from flexdilated.core.checks import check_exchange, check_losses, check_scale
+from flexdilated.core.checks import check_exchange, check_scale
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.integers import as_integer
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode.arguments import (
     Sizes,
-    cache_refusal,
     check_cache_sinks,
     check_lengths,
     check_new,
@@ -92,9 +91,6 @@ class DilatedKVCache:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         total = num_kv_heads if total_kv_heads is None else total_kv_heads
         check_sizes(pattern, Sizes(batch_size, num_kv_heads, head_dim, dtype), max_length, first_head, total)
-        check_losses(pattern, max_length, total, is_causal=True)
-        if (refusal := cache_refusal(pattern, max_length)) is not None:
-            raise NotImplementedError(refusal)
         self.pattern, self.max_length, self.first_head, self.total_kv_heads = pattern, max_length, first_head, total
         self.batch_size, self.num_kv_heads, self.head_dim, self.dtype = batch_size, num_kv_heads, head_dim, dtype
         self.records_past = False  # whether `crop` can go back to before the calls that follow, whatever they overwrite

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flexdilated.core.branch import Kept, Near
 from flexdilated.core.call import MaskMod, ScoreMod
-from flexdilated.core.checks import check_losses
 from flexdilated.core.integers import is_integer
+from flexdilated.core.losses import check_losses
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import plan_pieces, shifted_branches
 from flexdilated.core.tracing import uncached

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.core.call import MaskMod, ScoreMod
-from flexdilated.core.checks import check_dense, check_exchange, check_losses, check_options
+from flexdilated.core.checks import check_dense, check_exchange, check_options
 from flexdilated.core.hardware import dtype_name
 from flexdilated.core.integers import as_integer
+from flexdilated.core.losses import check_losses
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.mesh import canonical_mesh, group_of

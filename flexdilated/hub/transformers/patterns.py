@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from flexdilated.analysis.choice import choose_pattern
-from flexdilated.core.checks import check_losses
+from flexdilated.core.losses import check_losses
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.hub.transformers.heads import count_kv_heads
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern, choose_pattern
-from flexdilated.core import checks
+from flexdilated.core import losses
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
@@ -255,8 +255,8 @@ def test_a_model_type_that_was_not_compared_warns() -> None:
     ],
 )
 def test_set_pattern_warns_of_what_heads_lose(pattern: DilatedPattern, architectures: list[str] | None, text: str | None) -> None:
-    checks.warn_of_losses.cache_clear()
-    checks._warn.cache_clear()
+    losses.warn_of_losses.cache_clear()
+    losses._warn.cache_clear()
     config = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=4, architectures=architectures)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -269,8 +269,8 @@ def test_set_pattern_warns_of_what_heads_lose(pattern: DilatedPattern, architect
 @pytest.mark.parametrize("cache", ["dynamic", "static", "dilated"])
 def test_generation_beyond_the_longest_segment_warns_once(cache: str) -> None:
     model = build(DilatedPattern.causal(24, 4, window=5), hidden_size=32, num_attention_heads=8, num_key_value_heads=4)
-    checks.warn_of_losses.cache_clear()
-    checks._warn.cache_clear()
+    losses.warn_of_losses.cache_clear()
+    losses._warn.cache_clear()
     counts = []
     for new in (7, 9, 9):  # after 17 tokens; the last one is not read
         options = {CACHE: hub.DilatedCache()} if cache == "dilated" else {"cache_implementation": cache}
