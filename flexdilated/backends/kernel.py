@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -12,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexdilated.backends.dropout import Dropout
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.functorch import in_no_mode
 from flexdilated.core.pieces import Piece
-from flexdilated.core.tracing import answers_while_traced
 
 # Kernels hold the scale in float32: what is smaller may be 0 to them. Those for GPUs do so in base 2, where what is larger may be
 # infinite.
@@ -26,13 +25,6 @@ MOST_SCALE = torch.finfo(torch.float32).max * math.log(2)
 GRID_LIMIT = 65535  # CUDA's for the batch and head dims of a launch
 NO_FUNCTIONS = "it has no score_mod or mask_mod"
 ALIGNMENT = 16  # bytes per load of kernels on CUDA, which assume that every row begins aligned
-
-
-class Dropout(NamedTuple):
-    """Attention dropout: the probability, and a seed that gives the same mask in forward and backward."""
-
-    p: float
-    seed: int
 
 
 class Options(NamedTuple):
@@ -53,62 +45,6 @@ class Options(NamedTuple):
         if not piece.is_banded:
             return self._replace(is_causal=piece.high == 0)
         return self._replace(is_causal=False, band=(piece.low, piece.high))
-
-
-def draw_seed(dropout_p: float, first_sequence: int) -> Tensor:
-    """`(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws the same seed again.
-
-    Shards of a batch get independent seeds from equal generators: their first sequence is mixed in.
-    """
-    refuse_draws_again(dropout_p)
-    return torch.randint(1 << 62, (1,), device="cpu") ^ fold_in(0, first_sequence)
-
-
-def refuse_draws_again(dropout_p: float) -> None:
-    """Raise where a compiled backward may draw random numbers again, and others (torch 2.13, pytorch/pytorch#190717).
-
-    Raises:
-        NotImplementedError: If there is dropout, and the compiler may recompute it.
-    """
-    if dropout_p > 0.0 and torch.compiler.is_compiling() and torch.is_grad_enabled() and _draws_again():
-        raise NotImplementedError(
-            "dropout_p must be 0 in training compiled with torch._functorch.config.activation_memory_budget < 1 or "
-            f"aggressive_recomputation, got {dropout_p}: the backward would drop other weights; use torch.utils.checkpoint instead"
-        )
-
-
-@answers_while_traced
-def _draws_again() -> bool:
-    from torch._functorch import config  # loaded by compilers
-
-    return config.activation_memory_budget < 1 or config.aggressive_recomputation
-
-
-def fold_in(seed: int, ordinal: int) -> int:
-    """The seed of part `ordinal`. Consecutive ordinals give seeds that differ in all bits: a CPU generator reads only 32.
-
-    Source: the finaliser of SplitMix64, doi 10.1145/2660193.2660195, figure 16.
-    """
-    z = (seed + ordinal * 0x9E3779B97F4A7C15) % (1 << 64)
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % (1 << 64)
-    return (z ^ (z >> 31)) % (1 << 63)
-
-
-@contextmanager
-def draws_of_its_own(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Inside, draw random numbers from a generator with this seed; None: no change. For a part of a model's tokens or heads."""
-    if seed is None:
-        yield
-    elif device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            yield
-    else:
-        module = torch.get_device_module(device)
-        with torch.random.fork_rng(devices=[device], device_type=device.type), module.device(device):
-            module.manual_seed(seed)
-            yield
 
 
 Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, options)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexdilated.backends import choose
 from flexdilated.backends.dispatch import attend_whole
-from flexdilated.backends.kernel import draw_seed
+from flexdilated.backends.dropout import draw_seed
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check, refuse_shards_of_torch
 from flexdilated.core.collective_order import unknown

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated.core.call import MaskMod
-from flexdilated.core.encoding import decode, encode
+from flexdilated.core.custom_op import decode, encode
 from flexdilated.core.functorch import in_no_mode
 from flexdilated.core.integers import is_integer
 from flexdilated.core.pattern import DilatedPattern

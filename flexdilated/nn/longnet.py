@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,7 +29,6 @@ from flexdilated.distributed.unsharding import gather_tokens
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.initial_weights import reset_modules, set_initial_weights
-from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
 from flexdilated.nn.sampling import Sampler, lengths_of_prompts
 from flexdilated.nn.transformer import Block, FeedForward
@@ -380,6 +380,22 @@ class LongNetLM(nn.Module):
             raise RuntimeError(f"{WEIGHTS_FILE} must be whole, got another in {path}: {error}") from error
         model.load_state_dict(weights, assign=True)  # keeps the dtypes of the file
         return model.to(device=device, dtype=dtype).eval()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model is in evaluation mode inside; afterwards every module of it is in its own mode again, also after an error.
+
+    `model.train(was_training)` would not do: it gives all modules one mode, so that a frozen part, kept in evaluation mode inside a
+    model in training, would train on.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

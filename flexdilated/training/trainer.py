@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flexdilated.nn.config import LongNetConfig
-from flexdilated.nn.longnet import LongNetLM
-from flexdilated.nn.modes import evaluating
+from flexdilated.nn.longnet import LongNetLM, evaluating
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import Corpus
 from flexdilated.training.distributed import ensure_equal, mean, stop_requested

@@ -16,7 +16,8 @@ from flexdilated import DilatedPattern, backends, dilated_attention, reference
 from flexdilated.backends import BACKENDS, KERNEL_BACKENDS, Choice, DispatchKey, choose_kernel, dispatch, measured
 from flexdilated.backends.dense import sdpa
 from flexdilated.backends.dense.sdpa import KERNELS
-from flexdilated.backends.kernel import Dropout, Options
+from flexdilated.backends.dropout import Dropout
+from flexdilated.backends.kernel import Options
 from flexdilated.backends.measured import DEFAULT
 from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.core import custom_op

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends.dense import piece_loop
-from flexdilated.core.encoding import encode
+from flexdilated.core.custom_op import encode
 from tests.cases import Case, differentiate
 from tests.tolerances import EXACT
 

@@ -36,7 +36,7 @@ from flexdilated import (
 from flexdilated.backends.autograd.portable import attend_portable
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check
-from flexdilated.core.encoding import decode, encode
+from flexdilated.core.custom_op import decode, encode
 from flexdilated.core.lse import accumulated
 from flexdilated.draw.pattern import multiplicity
 from tests.backends import flash_stand_ins, flex_emulation

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod
-from flexdilated.core.encoding import encode
+from flexdilated.core.custom_op import encode
 from flexdilated.masks import block_mask
 from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.blocks import most_columns

@@ -24,7 +24,7 @@ from flexdilated.backends.autograd.combine import PartialOutput, heads_of, mix, 
 from flexdilated.backends.autograd.grids import Grid, Tile, draw_grids, locate, locate_keys, num_parts, tiles
 from flexdilated.backends.autograd.records import attend_recorded
 from flexdilated.backends.dense.windows import dense_pieces
-from flexdilated.backends.kernel import draw_seed, draws_of_its_own, fold_in, refuse_draws_again
+from flexdilated.backends.dropout import draw_seed, draws_of_its_own, fold_in, refuse_draws_again
 from flexdilated.core.branch import NONE, Kept, Near
 from flexdilated.core.call import Call, MaskMod, ScoreMod, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexdilated.core.branch import NONE, GlobalTokens, Kept, Near, Segments, Window, ceil_div
 from flexdilated.core.checks import refuse_zero_keys
-from flexdilated.core.encoding import decode, encode
+from flexdilated.core.custom_op import decode, encode
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import plan_pieces
 from flexdilated.core.tracing import is_symbolic

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexdilated.backends import Choice
 from flexdilated.backends.dense.piece_loop import PieceLoop, backward, forward
-from flexdilated.backends.kernel import draw_seed, fold_in
+from flexdilated.backends.dropout import draw_seed, fold_in
 from flexdilated.core.call import Call, documents
 from flexdilated.core.checks import refuse_shards_of_torch
 from flexdilated.core.custom_op import (

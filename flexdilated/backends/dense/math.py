@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexdilated.backends.kernel import Dropout, Kernel, Options, disabled
+from flexdilated.backends.dropout import Dropout
+from flexdilated.backends.kernel import Kernel, Options, disabled
 from flexdilated.core.dispatch_key import DispatchKey
 from flexdilated.core.functorch import may_draw
 from flexdilated.core.lse import accumulated

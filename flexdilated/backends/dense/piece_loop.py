@@ -17,7 +17,8 @@ from torch import Tensor
 
 from flexdilated.backends import Choice, choose_kernel
 from flexdilated.backends.dense.windows import dense_pieces
-from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, Windows, fold_in
+from flexdilated.backends.dropout import Dropout, fold_in
+from flexdilated.backends.kernel import GRID_LIMIT, Kernel, Options, Windows
 from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.core.bounded_cache import PIECE_BYTES, recent
 from flexdilated.core.custom_op import Inputs, OpOptions

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from flexdilated.core.branch import Kept, ceil_div
-from flexdilated.core.encoding import decode, encode
+from flexdilated.core.custom_op import decode, encode
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.core.tracing import answers_while_traced

@@ -19,8 +19,8 @@ from torch import Tensor
 from flexdilated.backends.autograd import functions
 from flexdilated.backends.autograd.combine import PartialOutput, Scattered, mix
 from flexdilated.backends.dense.windows import MOST_CHUNK, dense_pieces
+from flexdilated.backends.dropout import draws_of_its_own, fold_in
 from flexdilated.backends.flex import rows as flex
-from flexdilated.backends.kernel import draws_of_its_own, fold_in
 from flexdilated.core.call import Call
 from flexdilated.core.checks import call_mod, first_pair, refuse_zero_keys
 from flexdilated.core.custom_op import GRADIENT_MESSAGE, Inputs

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flexdilated.backends.dense.piece_loop import PieceLoop
 from flexdilated.backends.dense.windows import band_blocks
-from flexdilated.backends.kernel import Dropout, Options, fold_in
+from flexdilated.backends.dropout import Dropout, fold_in
+from flexdilated.backends.kernel import Options
 from flexdilated.core.custom_op import Inputs, OpOptions
 from flexdilated.core.lse import add_zero_keys_, for_backward, merge_
 from flexdilated.distributed.planner.plan import ContextPlan
