@@ -53,11 +53,7 @@ WHOLE = f"it computes whole sequences of all heads, not shards; use backend={nex
 
 
 def why_not(backend: str, request: DispatchKey) -> str | None:
-    """The reason why a backend cannot run a request, or None.
-
-    Raises:
-        ValueError: If there is no backend of that name.
-    """
+    """The reason why a backend cannot run a request, or None; a ValueError if there is no backend of that name."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
     table = BY_OPERATIONS if request.modified or request.transformed else BACKENDS
@@ -129,11 +125,7 @@ def _first_kernel(backend: str, request: DispatchKey) -> Kernel | None:
 
 
 def choose_kernel(backend: str, request: DispatchKey) -> Kernel:
-    """The first kernel of a backend that can run a request.
-
-    Raises:
-        NotImplementedError: If none can, with every reason.
-    """
+    """The first kernel of a backend that can run a request; a NotImplementedError with every reason if none can."""
     kernel = _first_kernel(backend, request)
     if kernel is None:
         raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware.name}: {why_not(backend, request)}")

@@ -98,11 +98,7 @@ def is_shifted(num_tokens: int, call: Call) -> bool:
 
 
 def attend_shifted(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call that is shifted, by calls that are not.
-
-    Raises:
-        NotImplementedError: With a score or mask function: inserted tokens have no position.
-    """
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call that is shifted, by calls that are not."""
     num_tokens, pattern = q.shape[1], call.pattern
     if call.is_modified():
         refuse_zero_keys(num_tokens)

@@ -29,11 +29,7 @@ def draw_seed(dropout_p: float, first_sequence: int) -> Tensor:
 
 
 def refuse_draws_again(dropout_p: float) -> None:
-    """Raise where a compiled backward may draw random numbers again, and others (torch 2.13, pytorch/pytorch#190717).
-
-    Raises:
-        NotImplementedError: If there is dropout, and the compiler may recompute it.
-    """
+    """Raise NotImplementedError for dropout if a compiled backward may draw other numbers (torch 2.13, pytorch/pytorch#190717)."""
     if dropout_p > 0.0 and torch.compiler.is_compiling() and torch.is_grad_enabled() and _draws_again():
         raise NotImplementedError(
             "dropout_p must be 0 in training compiled with torch._functorch.config.activation_memory_budget < 1 or "

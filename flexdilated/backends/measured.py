@@ -308,11 +308,7 @@ def parsed(path: Path, expected: dict[str, Any]) -> Measurements:
 
 
 def _check_shape(value: Any, shape: Any, name: str) -> None:
-    """Compare a value of JSON with `SHAPE`, or with a part of it.
-
-    Raises:
-        ValueError: If a part is missing or of another kind.
-    """
+    """Raise ValueError if a value of JSON has not the shape of `SHAPE`, or of a part of it."""
     requirement, fits = shape if isinstance(shape, tuple) else (f"a {type(shape).__name__}", lambda x: isinstance(x, type(shape)))
     if not fits(value):
         raise ValueError(f"{name} must be {requirement}, got {value!r:.40}")

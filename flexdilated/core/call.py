@@ -106,10 +106,8 @@ class Call(NamedTuple):
 def documents(cu_seqlens: Tensor | None, num_tokens: int, hint: str = "") -> tuple[tuple[int, int], ...]:
     """`(first token, number of tokens)` of each packed document; error messages end in `hint`.
 
-    Raises:
-        ValueError: If the borders do not rise from 0 to `num_tokens`.
-        NotImplementedError: If they hold no values, or torch.func.vmap maps over them, outside of an operator that has been given
-            each sample's.
+    Raises ValueError if the borders do not rise from 0 to `num_tokens`. Raises NotImplementedError if they hold no values, or if
+    torch.func.vmap maps over them outside of an operator that has been given each sample's.
     """
     if cu_seqlens is None:
         return ((0, num_tokens),)
@@ -131,11 +129,7 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int, hint: str = "") -> tup
 
 
 def refuse_compiled_borders(call: Call, feature: str) -> None:
-    """Reject documents in compiled code if the graph would be valid for their boundaries only.
-
-    Raises:
-        NotImplementedError: In compiled code, if a call has borders.
-    """
+    """Raise NotImplementedError for documents in compiled code, if the graph would be valid for their boundaries only."""
     if call.cu_seqlens is not None and torch.compiler.is_compiling():
         raise NotImplementedError(
             f"cu_seqlens must come without {feature} in compiled code, got both: the graph would depend on its values; call "

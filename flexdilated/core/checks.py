@@ -68,11 +68,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
 
 
 def check_exchange(exchange: str, mesh: object) -> None:
-    """Check the exchange.
-
-    Raises:
-        ValueError: If the exchange is unknown, or named without a mesh.
-    """
+    """Raise ValueError for an exchange that is unknown, or named without a mesh."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
     if mesh is None and exchange != "auto":
@@ -80,12 +76,7 @@ def check_exchange(exchange: str, mesh: object) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """Raise for tensors that are wrong before autocast; a shard of a mesh may have no tokens.
-
-    Raises:
-        ValueError: If a shape, a length or a probability is wrong.
-        TypeError: If an argument has the wrong type or dtype.
-    """
+    """Raise ValueError or TypeError for tensors that are wrong before autocast; a shard of a mesh may have no tokens."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
             check_dense(name, x)
@@ -116,12 +107,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
-    """Raise unless there is one score per query head of q, on the device of q.
-
-    Raises:
-        ValueError: If the shape or the device is wrong.
-        TypeError: If it is no tensor of floating-point numbers.
-    """
+    """Raise ValueError or TypeError unless there is one score per query head of q, on the device of q."""
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         raise TypeError(f"sinks must be a floating-point tensor (H,), got {getattr(sinks, 'dtype', sinks)}")
     if q.dim() == 4 and sinks.shape != (q.shape[2],):
@@ -131,11 +117,9 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def check_options(pattern: DilatedPattern, is_causal: bool, scale: float | None, dropout_p: float, dtype: torch.dtype) -> None:
-    """Raise for options that are wrong for any q; modules call it with float64, before there is a q.
+    """Raise ValueError or TypeError for options that are wrong for any q.
 
-    Raises:
-        TypeError: If one has the wrong type.
-        ValueError: If the scale is not finite, or the probability out of range.
+    Modules call it with float64, before there is a q.
     """
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
@@ -153,13 +137,8 @@ def refuse_shards_of_torch(num_ranks: int) -> None:
     """Reject shards that torch's own context parallelism has cut and this library would read as something else.
 
     Its load balancer gives a rank two chunks of a sequence, one of either half. Its context manager says so while it is open. Its
-    newer function `_context_parallel_shard` says of its last call alone whether it had a balancer.
-
-    Args:
-        num_ranks: Of the mesh of a call; 0: it has none.
-
-    Raises:
-        ValueError: If a call over several ranks may get such shards, or a call without a mesh any shards.
+    newer function `_context_parallel_shard` says of its last call alone whether it had a balancer. Raises ValueError if a call over
+    several ranks may get such shards, or a call without a mesh (`num_ranks` 0) any shards.
     """
     loaded = [sys.modules[name] for name in TORCH_SHARDS if name in sys.modules]
     module = next((each for each in loaded if hasattr(each, "_replaced_functions")), None)
@@ -183,11 +162,9 @@ def refuse_shards_of_torch(num_ranks: int) -> None:
 
 
 def check_dense(name: str, x: Tensor, nested: str = "pack the sequences in one row and give their borders as cu_seqlens") -> None:
-    """Raise unless x is a dense strided tensor.
+    """Raise TypeError unless x is a tensor, NotImplementedError unless it is dense and strided.
 
-    Raises:
-        TypeError: If x is not a tensor.
-        NotImplementedError: If x is nested (the error ends in `nested`), sparse, or in another such layout.
+    The error about a nested tensor ends in `nested`.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -198,11 +175,7 @@ def check_dense(name: str, x: Tensor, nested: str = "pack the sequences in one r
 
 
 def refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
-    """Reject keys or values of another dtype than the queries.
-
-    Raises:
-        TypeError: Always.
-    """
+    """Raise TypeError: keys or values have another dtype than the queries."""
     name, x = ("v", v) if k.dtype == q.dtype else ("k", k)
     raise TypeError(f"{name} must have the dtype of q={q.dtype}, got {x.dtype}")
 
@@ -213,11 +186,9 @@ def is_number(x: object) -> bool:
 
 
 def check_scale(scale: float | None, dtype: torch.dtype) -> float | None:
-    """The scale as a Python float, or None. Raises for a scale that scores of q in `dtype` cannot be multiplied by.
+    """The scale as a Python float, or None.
 
-    Raises:
-        ValueError: If it is not finite, or not in the dtype of the scores.
-        TypeError: If it is not a number or None.
+    Raises ValueError or TypeError for a scale that scores of q in `dtype` cannot be multiplied by.
     """
     if scale is None:
         return None
@@ -261,14 +232,9 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
 
 
 def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) -> bool:
-    """Raise for a wrong score or mask function, by calling it as `first_pair` says.
+    """Whether tensors that the score function reads may need a gradient; False for traced functions.
 
-    Returns:
-        Whether tensors that the score function reads may need a gradient; False for traced functions.
-
-    Raises:
-        TypeError: If it is not callable, takes other arguments, or returns something other than a score or a bool.
-        ValueError: If it does not give one value per pair, or needs tensors on another device than q.
+    Raises TypeError or ValueError for a wrong score or mask function, by calling it as `first_pair` says.
     """
     score, *pair = first_pair(q)
     requires_grad = False
@@ -292,11 +258,7 @@ def first_pair(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def check_seen(visible: Tensor) -> None:
-    """Raise if a mask function returns no bool.
-
-    Raises:
-        TypeError: If it is not.
-    """
+    """Raise TypeError if a mask function returns no bool."""
     if visible.dtype != torch.bool:
         raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {visible.dtype}")
 

@@ -78,9 +78,6 @@ def encode(pattern: DilatedPattern) -> list[int]:
 
     Four integers for `heads`, `offsets` and the two flags, two per branch of segments, then the window if there is one. With global
     tokens the first integer is 2 more, and the window, or 0, and their number come last. Saved programs hold these integers.
-
-    Raises:
-        NotImplementedError: If a branch is of an unknown kind.
     """
     segments, near = pattern.split("the encoding of operators")
     rules = [HEADS.index(pattern.heads), OFFSETS.index(pattern.offsets), int(pattern.zero_padding), int(pattern.detach_weights)]

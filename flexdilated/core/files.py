@@ -14,11 +14,7 @@ NO_FOLDER_SYNC = (errno.EACCES, errno.EBADF, errno.EINVAL)  # file systems that 
 
 
 def sync(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, are on the disk.
-
-    Raises:
-        OSError: If they cannot be written.
-    """
+    """Wait until the content of a file, or the names in a folder, are on the disk; an OSError if they cannot be written."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -34,10 +30,8 @@ def sync(path: Path) -> None:
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """A file to write beside the final name, renamed at the end of the block: a reader never sees half of it.
 
-    The content is on the disk before the rename, and the rename after the block. A link stays; its target is replaced.
-
-    Raises:
-        OSError: If it cannot be written. What was there stays.
+    The content is on the disk before the rename, and the rename after the block. A link stays; its target is replaced. After an
+    OSError the old content stays.
     """
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{secrets.token_hex(8)}.part")  # other containers may have equal process ids

@@ -12,11 +12,7 @@ def is_integer(x: object) -> bool:
 
 
 def as_integer(name: str, value: object) -> int:
-    """Convert an integer of any kind to a Python int, since numpy's overflow.
-
-    Raises:
-        TypeError: If it is no integer.
-    """
+    """An integer of any kind as an int of Python, since those of numpy overflow; a TypeError for what is none."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value  # in compiled code, a symbol stays one
     is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))  # tensors of a bool have an index
@@ -30,12 +26,7 @@ def as_integer(name: str, value: object) -> int:
 
 
 def at_least_one(name: str, value: object) -> int:
-    """`as_integer` for a number that must be at least 1.
-
-    Raises:
-        ValueError: If it is less.
-        TypeError: If it is no integer.
-    """
+    """`as_integer` for a number that must be at least 1; a ValueError for less."""
     number = as_integer(name, value)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")

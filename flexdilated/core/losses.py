@@ -29,10 +29,8 @@ def why_not_connected(pattern: DilatedPattern, num_tokens: int, num_kv_heads: in
 def check_losses(pattern: DilatedPattern, num_tokens: int | None, num_kv_heads: int, is_causal: bool) -> None:
     """Warn once about tokens or residues without a key/value head, and about lost causal information. Compiled code does not warn.
 
-    Patterns with zero keys do not warn: published weights need them. `num_tokens` None: the longest segment.
-
-    Raises:
-        ValueError: As `DilatedPattern.check_heads`.
+    Patterns with zero keys do not warn: published weights need them. `num_tokens` None: the longest segment. Errors are those of
+    `DilatedPattern.check_heads`.
     """
     pattern.check_heads(num_kv_heads)
     num_tokens = max(pattern.segment_lengths, default=2) if num_tokens is None else num_tokens

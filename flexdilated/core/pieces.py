@@ -150,10 +150,9 @@ def shifted_branches(pattern: DilatedPattern, num_tokens: int) -> tuple[int, ...
 
 
 def refuse_shifts(pattern: DilatedPattern, documents: Iterable[tuple[int, ...]], place: str) -> None:
-    """Reject torchscale's shifted positions, which `backends/dispatch.py` computes for whole sequences of one process.
+    """Raise NotImplementedError if torchscale shifts positions in a document, `(first token, number of tokens)` each.
 
-    Raises:
-        NotImplementedError: If a branch has any in a document, `(first token, number of tokens)` each.
+    `backends/dispatch.py` computes shifted positions, for whole sequences of one process.
     """
     if not pattern.zero_padding:
         return

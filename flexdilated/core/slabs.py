@@ -54,14 +54,9 @@ def _single_slices(count: int) -> list[slice]:
 
 
 def box(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
-    """The rows of a piece in `x` `(B, N, H, D)` as one affine view `b s o h g r d`.
+    """The rows of a piece in `x` `(B, N, H, D)`, of any strides, as one affine view `b s o h g r d`.
 
-    Sequence, segment, offset, key/value head, query head of it (`group` of them, or 1), row, element.
-
-    Args:
-        x: Any strides; `H` is `group` times the key/value heads.
-        piece: The box.
-        group: Query heads per key/value head: 1 for k and v.
+    Sequence, segment, offset, key/value head, query head of it (`group` of them, 1 for k and v), row, element.
     """
     size, strides, first = box_layout(piece, x.shape, x.stride(), group)
     return x.as_strided(size, strides, x.storage_offset() + first)

@@ -88,8 +88,7 @@ def is_exporting() -> bool:
 def writes_onnx() -> bool:
     """Whether code is traced by the ONNX exporter, which knows none of this library's operators.
 
-    Raises:
-        NotImplementedError: In torch's exporter over TorchScript, which keeps the numbers that it traced.
+    Raises NotImplementedError in torch's exporter over TorchScript, which keeps the numbers that it traced.
     """
     if torch.jit.is_tracing() and _in_onnx_export():  # type: ignore[attr-defined]
         raise NotImplementedError(
@@ -104,13 +103,10 @@ def _in_onnx_export() -> bool:
 
 
 def refuse_traced_derivatives(*, of_operators: bool = True) -> None:
-    """Reject tracing under torch.func, except one `vmap`: the compiler would differentiate wrongly or not at all.
+    """Raise NotImplementedError under torch.func, except one `vmap`, while a compiler traces: it would differentiate wrongly.
 
-    Args:
-        of_operators: Whether the call is an operator, into which the compiler takes no derivative; else what autograd sees through.
-
-    Raises:
-        NotImplementedError: In such code. Where the compiler may, it then leaves that code uncompiled.
+    Where the compiler may, it then leaves that code uncompiled. `of_operators`: whether the call is an operator, into which the
+    compiler takes no derivative, or what autograd sees through.
     """
     if not (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
         return
@@ -125,12 +121,9 @@ def refuse_traced_derivatives(*, of_operators: bool = True) -> None:
 
 
 def refuse_regions() -> None:
-    """Reject calls over ranks inside of `torch.compiler.nested_compile_region`, while a compiler traces.
+    """Raise NotImplementedError for a call over ranks inside `torch.compiler.nested_compile_region`, while a compiler traces.
 
     Inductor does not order what a region calls and what is around it, and leaves out a region without a result.
-
-    Raises:
-        NotImplementedError: If a region is traced.
     """
     if torch.compiler.is_compiling() and _is_in_region():
         raise NotImplementedError(

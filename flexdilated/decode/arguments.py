@@ -27,12 +27,9 @@ class Sizes(NamedTuple):
 
 
 def check_sizes(pattern: DilatedPattern, cache: Sizes, max_length: int | None, first_head: int, total_kv_heads: int) -> None:
-    """Raise unless a cache can have this pattern and these sizes.
+    """Raise ValueError or TypeError unless a cache can have this pattern and these sizes.
 
-    Raises:
-        ValueError: If a size is below 1, or the heads are not among those of the model.
-        TypeError: If the pattern, a size or the dtype has the wrong type.
-        NotImplementedError: If the pattern cannot be decoded token by token.
+    Raises NotImplementedError if the pattern cannot be decoded token by token.
     """
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
@@ -62,12 +59,7 @@ def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None
 
 
 def check_cache_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Raise unless there are no sinks, or one for each query head, without a gradient.
-
-    Raises:
-        ValueError, TypeError: As `check_sinks`.
-        NotImplementedError: If a gradient is asked for.
-    """
+    """Raise unless there are no sinks, or sinks without a gradient that `check_sinks` takes."""
     if sinks is not None:
         check_sinks(sinks, q)
         if sinks.requires_grad and torch.is_grad_enabled():
@@ -77,10 +69,7 @@ def check_cache_sinks(sinks: Tensor | None, q: Tensor) -> None:
 def check_new(cache: Sizes, q: Tensor, k: Tensor, v: Tensor, backend: str, *, is_shard: bool) -> None:
     """Raise unless `DilatedKVCache.attend` can take these tensors; a shard may have no tokens.
 
-    Raises:
-        ValueError: If a shape or the name of the backend is wrong.
-        TypeError: If a dtype is wrong.
-        NotImplementedError: If a gradient is asked for, or under `torch.jit.trace`.
+    ValueError: a wrong shape or name of a backend; TypeError: a wrong dtype; NotImplementedError: a gradient, or `torch.jit.trace`.
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
@@ -121,11 +110,9 @@ def check_new(cache: Sizes, q: Tensor, k: Tensor, v: Tensor, backend: str, *, is
 
 
 def check_lengths(lengths: Tensor | None, cache_lengths: Tensor, num_tokens: int) -> None:
-    """Raise unless `lengths` `(B,)` are in `[0, num_tokens]`; `cache_lengths` `(B,)`: tokens in the cache.
+    """Raise ValueError or TypeError unless `lengths` `(B,)` are int64 in `[0, num_tokens]`.
 
-    Raises:
-        ValueError: If the shape is wrong, or a number out of range.
-        TypeError: If they are no int64.
+    `cache_lengths` `(B,)`: tokens in the cache.
     """
     if lengths is None:
         return
@@ -158,10 +145,7 @@ def count_seen(most_seen: float, lengths: Tensor, pattern: DilatedPattern, total
 def checked_length(length: int | Tensor, lengths: Tensor) -> list[int]:
     """The end of each sequence of `lengths` `(B,)` tokens, from the argument of `DilatedKVCache.crop`.
 
-    Raises:
-        ValueError: If a length is below 0 or has the wrong shape.
-        TypeError: If it is no integer.
-        NotImplementedError: If it or the cache holds no values.
+    Raises ValueError or TypeError for a wrong argument, NotImplementedError if it or the cache holds no values.
     """
     if not holds_values(lengths) or (isinstance(length, Tensor) and not holds_values(length)):
         raise NotImplementedError("length must be that of a cache with values, got a meta or fake tensor: its end is read")
@@ -179,9 +163,7 @@ def checked_length(length: int | Tensor, lengths: Tensor) -> list[int]:
 def checked_indices(indices: Tensor, lengths: Tensor) -> Tensor:
     """Indices of the sequences of `lengths` `(B,)` tokens, on its device.
 
-    Raises:
-        ValueError: If one is out of range.
-        TypeError: If the dtype is not int64.
+    Raises TypeError unless they are int64, ValueError if one is out of range.
     """
     if indices.dtype != torch.int64:
         raise TypeError(f"indices must be int64, got {indices.dtype}")

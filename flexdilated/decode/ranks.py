@@ -30,14 +30,7 @@ from flexdilated.distributed.unsharding import unshard_sequence
 class Ranks:
     """The ranks of a 1-D mesh over which rows are distributed; all of them make the same calls.
 
-    Args:
-        mesh: The mesh.
-        exchange: How rows travel in the attention of a prompt in shards.
-        described: The cache, in JSON types: what ranks compare.
-
-    Raises:
-        TypeError: If it is no `DeviceMesh`.
-        ValueError: If it has other than one dim or lacks this rank.
+    `exchange`: how rows travel in the attention of a prompt in shards. `described`: the cache, in JSON types: what ranks compare.
     """
 
     def __init__(self, mesh: DeviceMesh, exchange: str, described: Mapping[str, object]) -> None:
@@ -63,12 +56,7 @@ class Ranks:
         return ((mixed ^ (mixed >> 29)) * 1_181_783_497_276_652_981).sum(dim=1)
 
     def lengths(self, num_tokens: int, shard_lengths: Sequence[int]) -> tuple[int, ...]:
-        """The number of tokens of each rank; this rank has `num_tokens`.
-
-        Raises:
-            TypeError: If a length is no integer.
-            ValueError: If the lengths do not fit.
-        """
+        """The number of tokens of each rank; this rank has `num_tokens`. Raises as `declared_lengths`, or if there is no token."""
         lengths = declared_lengths(self.rank, self.size, num_tokens, shard_lengths)
         if sum(lengths) < 1:
             raise ValueError(f"shard_lengths must hold at least 1 token in all, got {lengths}")
@@ -85,8 +73,7 @@ class Ranks:
     def marks(self, new: Tokens, added: Tensor, lengths: Sequence[int]) -> Tensor | None:
         """`(B, N, Hkv)`: which tokens of the whole sequence are marked; None: none.
 
-        Raises:
-            ValueError: If the ranks give the sequences other lengths `added` `(B,)`.
+        Raises ValueError if the ranks give the sequences other lengths `added` `(B,)`.
         """
         if not holds_values(new.k):
             raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
@@ -146,9 +133,8 @@ class Ranks:
     def merged(self, parts: Tensor, lengths: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Merge attention `(B, T, H, D)` of which every rank has a part, with its lse as the last element; `lengths` is returned.
 
-        Raises:
-            ValueError: If the ranks make other calls, hold caches of other lengths, add others, have reordered sequences otherwise,
-                or are given other tokens: `lengths` `(4 * B,)`.
+        Raises ValueError if the ranks make other calls, hold caches of other lengths, add others, have reordered sequences
+        otherwise, or are given other tokens: `lengths` `(4 * B,)`.
         """
         return _merged(parts, lengths, call.scale, self.group_name, self._description(call))
 
@@ -166,8 +152,7 @@ def merge_parts(parts: Tensor) -> Tensor:
 def draw_alike(mesh: DeviceMesh, following: Tensor, *settings: object) -> Tensor:
     """The tokens `(B,)` that rank 0 drew, on every rank.
 
-    Raises:
-        ValueError: If ranks have different settings: some would continue after others have ended.
+    Raises ValueError if ranks have different settings: some would continue after others have ended.
     """
     row = torch.cat([following, following.new_tensor([zlib.crc32(repr(settings).encode())])])
     rows = unshard_sequence(row[None], mesh, dim=0)
@@ -183,10 +168,9 @@ def check_same(
     prefix: str = "",
     hint: str = "every rank makes the same calls",
 ) -> None:
-    """Raise if lengths of caches and of new tokens, `(ranks, ...)`, differ between ranks, whose numbers are `ranks`.
+    """Raise ValueError if lengths of caches and of new tokens, `(ranks, ...)`, differ between ranks, whose numbers are `ranks`.
 
-    Raises:
-        ValueError: If they do. On other devices than a CPU an assertion fails there: to read them would wait for the device.
+    On other devices than a CPU an assertion fails there: to read them would wait for the device.
     """
     is_same = (rows == rows[0]).all(dim=1)
     if rows.device.type != "cpu":

@@ -40,8 +40,7 @@ UNCOMPILED = (
 def attend_sharded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, n, H, D)` and `lse` `(B, H, n)` of this rank's shard, both differentiable; the call is not checked yet.
 
-    Raises:
-        ValueError: If the ranks disagree, or the borders of documents do not tile the tokens.
+    Raises ValueError if the ranks disagree, or the borders of documents do not tile the tokens.
     """
     mesh, has_sinks = call.mesh, call.sinks is not None
     assert mesh is not None

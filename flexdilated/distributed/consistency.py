@@ -68,10 +68,8 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, _Calls] = WeakKeyDictionary()
 def one_call(group: dist.ProcessGroup) -> Iterator[int]:
     """One call over a group, and its number: every rank must make the same calls in the same order.
 
-    A call that raises counts too, so that the next call of this rank does not match the one in which other ranks wait.
-
-    Raises:
-        RuntimeError: If another thread of this process is inside of a call: ranks cannot share an order of threads.
+    A call that raises counts too, so that the next call of this rank does not match the one in which other ranks wait. Raises
+    RuntimeError if another thread of this process is inside of a call: ranks cannot share an order of threads.
     """
     calls = _groups.get(group) or _groups.setdefault(group, _Calls())
     if not calls.lock.acquire(blocking=False):
@@ -98,6 +96,7 @@ def compare(
     """Compare fields over the ranks of a group; return immediately if these fields have been compared before.
 
     This collective is the first operation of the group on this device: NCCL makes its communicator there, which needs all ranks.
+    If ranks differ, every rank raises the same ValueError, with the fields and the ranks of each value.
 
     Args:
         group: The ranks. All of them must call.
@@ -106,9 +105,6 @@ def compare(
         numbers: Of this call and, in a backward, of its forward; compared whenever fields are.
         each_time: Whether to compare fields that have been compared before. Not read then on other devices than a CPU, where an
             assertion on the device fails instead of an error: to read would wait for the device.
-
-    Raises:
-        ValueError: If the ranks differ, the same error on every rank: it names the fields, and the ranks of each value.
     """
     if group.size() == 1:
         return

@@ -16,34 +16,20 @@ from flexdilated.distributed.sharding import declared_lengths
 
 
 class Sums:
-    """Sums over the ranks of a 1-D mesh; all of them must call.
-
-    Raises:
-        TypeError: If it is no `DeviceMesh`.
-        ValueError: If it has other than one dim or lacks this rank.
-    """
+    """Sums over the ranks of a 1-D mesh; all of them must call. Raises as `group_of`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         _, self.rank, self.num_ranks = group_of(mesh)
         self._group, self._device_type = mesh.get_group(), mesh.device_type
 
     def lengths(self, x: Tensor, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
-        """Tokens of each rank, where x `(B, n, ...)` is this one's.
-
-        Raises:
-            ValueError: If x is not on the device of the mesh, or the lengths do not fit.
-            TypeError: If a length is no integer.
-        """
+        """Tokens of each rank, where x `(B, n, ...)` is this one's, on the device of the mesh. Raises as `declared_lengths`."""
         if x.device.type != self._device_type:
             raise ValueError(f"q must be on the device of mesh={self._device_type}, got {x.device}")
         return declared_lengths(self.rank, self.num_ranks, x.shape[1], shard_lengths)
 
     def compare(self, call: str, fields: Mapping[str, object]) -> None:
-        """Return once all ranks are known to make this call with these fields; they compare each one.
-
-        Raises:
-            ValueError: If they differ.
-        """
+        """Return once all ranks are known to make this call with these fields; a ValueError if they differ."""
         if self.num_ranks > 1:
             with one_call(self._group) as number:
                 device = torch.device(self._device_type)

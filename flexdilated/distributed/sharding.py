@@ -43,9 +43,7 @@ def local_shard_lengths(
 def declared_lengths(rank: int, num_ranks: int, num_tokens_local: int, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
     """The shard lengths of all ranks: `shard_lengths`, by default equal to that of rank `rank`.
 
-    Raises:
-        TypeError: If a length is no integer.
-        ValueError: If the lengths are malformed or give this rank another number of tokens.
+    Raises TypeError or ValueError if they are malformed, or give this rank another number of tokens.
     """
     if shard_lengths is None:
         return (num_tokens_local,) * num_ranks

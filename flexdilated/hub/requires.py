@@ -15,9 +15,6 @@ def require(package: str, *, at_least: str, below: str | None = None, extra: str
         below: The lowest one that is too new. Default: none is.
         extra: The extra of flexdilated that brings it.
         python: The lowest version of Python under which the extra does. Default: any that flexdilated supports.
-
-    Raises:
-        ImportError: If it is not installed, or its version is another one.
     """
     requirement = f">={at_least}" if below is None else f">={at_least},<{below}"
     install = f"pip install 'flexdilated[{extra}]'" + (f" under Python {python} or newer" if python else "")

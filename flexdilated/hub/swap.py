@@ -25,11 +25,7 @@ def put_modules(model: nn.Module, places: Mapping[str, nn.Module]) -> None:
 
 
 def check_unhooked(module: nn.Module) -> None:
-    """Reject a module with hooks, parametrizations or a changed call, which a replacement would lose.
-
-    Raises:
-        ValueError: If it has any of its own.
-    """
+    """Raise ValueError for a module with hooks, parametrizations or a changed call, which a replacement would lose."""
     calls = ("forward", "forward_pre", "backward", "backward_pre")
     states = ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
     attachments = {  # accelerate's hooks, and wrappers of a method, set the forward of the instance

@@ -224,10 +224,8 @@ def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | 
     """`(B, N)` bool: where documents begin in whole sequences, read from the function of a mask, whose queries are this rank's.
 
     A token begins a document if it does not see the one before it. Then every token must see itself and the first of its document,
-    and neither the next token nor the last of the document before. Every rank of the mesh must ask.
-
-    Raises:
-        ValueError: On all ranks, if that is not so on one, or if the mask has a function for each head.
+    and neither the next token nor the last of the document before. Every rank of the mesh must ask. If that is not so on one rank,
+    or the mask has a function for each head, all ranks raise ValueError.
     """
     if mask.shape[1] != 1:
         raise ValueError(f"attention_masks must be one mask for all heads, got {mask.shape[1]}")

@@ -81,22 +81,10 @@ class DilatedAttention(nn.Module):
         sinks: Tensor | None = None,
         shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """`(B, N, H, D)` from q `(B, N, H, D)` and k, v `(B, N, Hkv, D)`; see `flexdilated.dilated_attention`.
+        """`(B, N, H, D)` from q `(B, N, H, D)` and k, v `(B, N, Hkv, D)`.
 
-        Args:
-            q: Queries.
-            k: Keys.
-            v: Values.
-            is_causal: Replaces the module's own setting for this call.
-            key_padding_mask: `(B, N)` bool, True where a key is ignored.
-            cu_seqlens: Borders of packed documents.
-            score_mod: Function of a score and the positions of its pair.
-            mask_mod: Function of the positions of a pair: whether the query sees the key.
-            sinks: `(H,)`, the score of one more key of value 0 for each head.
-            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
-
-        Raises:
-            ValueError: If shard lengths come without a mesh; and as `flexdilated.dilated_attention`.
+        Arguments and errors are those of `flexdilated.dilated_attention`; `is_causal` replaces the module's own setting for this
+        call.
         """
         return dilated_attention(
             q,

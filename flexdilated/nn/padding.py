@@ -12,11 +12,7 @@ from flexdilated.core.tracing import writes_onnx
 
 
 def ignored_keys(mask: Tensor | None) -> Tensor | None:
-    """The bool mask of a key padding mask that may be in floating point.
-
-    Raises:
-        ValueError: If it holds others than 0 and -inf.
-    """
+    """The bool mask of a key padding mask that may be in floating point: 0 and -inf, else a ValueError."""
     if mask is None or not mask.is_floating_point():
         return mask
     return (refuse_float_mask if writes_onnx() else _ignored)(mask)
@@ -39,11 +35,7 @@ def _ignored(mask: Tensor) -> Tensor:
 
 
 def refuse_float_mask(mask: Tensor) -> NoReturn:
-    """Reject a float mask where its values cannot be read.
-
-    Raises:
-        NotImplementedError: Always.
-    """
+    """Raise NotImplementedError: the values of a float mask cannot be read here."""
     raise NotImplementedError(
         f"key_padding_mask must be bool in a portable program, got {mask.dtype}, whose values nothing would check; give mask < 0"
     )

@@ -46,11 +46,7 @@ class Sampler:
                 raise ValueError(f"{name} must be None with temperature=0, which takes the likeliest token, got {value}")
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """`(B, V)` float32 of logits `(B, V)`: what `draw` draws from.
-
-        Raises:
-            ValueError: If `temperature` is 0.
-        """
+        """`(B, V)` float32 of logits `(B, V)`: what `draw` draws from; a ValueError if `temperature` is 0."""
         if self.temperature == 0:
             raise ValueError("temperature must be above 0 for probabilities, got 0")
         # The largest logit becomes 0 first: however small the temperature, nothing overflows but to -inf.
@@ -86,9 +82,7 @@ class Sampler:
 def lengths_of_prompts(tokens: Tensor, max_new_tokens: int, lengths: Tensor | None, num_tokens: int) -> Tensor:
     """`(B,)` lengths of prompts of `num_tokens` tokens, padding included.
 
-    Raises:
-        ValueError: If a number is out of range or a shape is wrong.
-        TypeError: If the lengths are no integers.
+    Raises ValueError or TypeError for wrong lengths or a wrong number of new tokens.
     """
     if not is_integer(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")

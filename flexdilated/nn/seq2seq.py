@@ -35,16 +35,7 @@ class CrossAttention(nn.Module):
     >>> CrossAttention(32, 4)(query, memory, memory)[0].shape
     torch.Size([2, 5, 32])
 
-    Args:
-        embed_dim: Elements of a token.
-        num_heads: Must divide `embed_dim`.
-        dropout_p: Probability of dropping an attention weight in training.
-        gamma_init: Gain of the initial value and output projections.
-        mesh: A 1-D `DeviceMesh` over which query and memory are sharded. Default: they are whole.
-        exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
-
-    Raises:
-        ValueError: If the exchange is unknown, or named without a mesh.
+    Arguments are those of `MultiheadDilatedAttention`; the ranks of `mesh` share the query and the memory.
     """
 
     def __init__(

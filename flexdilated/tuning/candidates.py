@@ -43,10 +43,7 @@ SLOW = {candidate.name for candidate in CANDIDATES if candidate.backend not in P
 def switched(plans: dict[Any, Any] | None = None, **constants: object) -> Iterator[None]:
     """Set constants of `backends/triton/launch.py` to other values inside the block, in all threads.
 
-    `plans`: launches that were planned with these values.
-
-    Raises:
-        NotImplementedError: If there is no such constant.
+    `plans`: launches that were planned with these values. Raises NotImplementedError if there is no such constant.
     """
     launch: Any = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which need not be there
     missing = [name for name in constants if not hasattr(launch, name)]

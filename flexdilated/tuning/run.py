@@ -194,11 +194,7 @@ def _why_not(candidate: Candidate, hardware: Hardware, dtype: torch.dtype, head_
 
 
 def _check(plan: Plan, setting: tuple[torch.dtype, int], device: torch.device, processes: int, progress: Progress) -> list[Json]:
-    """Check a dtype and head dim.
-
-    Raises:
-        RuntimeError: If no process could run a check.
-    """
+    """Check a dtype and head dim; a RuntimeError if no process could run a check."""
     dtype, head_dim = setting
     progress.begin(f"{dtype_name(dtype)}, head dim {head_dim}: compiling and checking")
     able = [c.name for c in plan.candidates if _why_not(c, detect(device), *setting) is None]

@@ -52,11 +52,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         """Nothing: the first attention makes the store, in the pattern of its module."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values given, `(B, Hkv, T, D)`, bound to this layer.
-
-        Raises:
-            NotImplementedError: If the last update was not followed by dilated attention.
-        """
+        """The keys and values given, `(B, Hkv, T, D)`, bound to this layer."""
         self._check_attended()
         self._is_waiting = True
         self.num_seen += key_states.shape[-2]
@@ -67,16 +63,8 @@ class DilatedCacheLayer(CacheLayerMixin):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, call: Call) -> Tensor:
         """Attention of the tokens of the last update, `(B, T, H, D)`, over all that the layer has seen.
 
-        Args:
-            q: `(B, T, H, D)`, like k and v, of this rank's heads.
-            k: `(B, T, Hkv, D)`.
-            v: As k.
-            real: `(B, T)` bool: which tokens are no padding, which stands before a sequence. None: all.
-            call: The pattern of the module's config, which heads these are, scale and sinks.
-
-        Raises:
-            NotImplementedError: If another layer was given the same keys, or the first call is compiled.
-            ValueError: If padding follows a token, or the pattern is not that of earlier calls.
+        q `(B, T, H, D)`, k and v `(B, T, Hkv, D)` have this rank's heads. `real` `(B, T)`: which tokens are no padding, which is
+        before a sequence; None: all. Raises ValueError if padding follows a token, or the pattern is not that of earlier calls.
         """
         if not self._is_waiting:
             raise NotImplementedError(
@@ -252,10 +240,9 @@ def attend_padded(kv: DilatedKVCache, q: Tensor, k: Tensor, v: Tensor, real: Ten
 
 
 def check_padding(kv: DilatedKVCache, real: Tensor) -> None:
-    """Raise if padding is not before all tokens of a sequence.
+    """Raise ValueError if padding is not before all tokens of a sequence.
 
-    Raises:
-        ValueError: If it does not; on other devices than the CPU, and compiled, an assertion there fails.
+    On other devices than the CPU, and in compiled code, an assertion fails there.
     """
     inside = (real[:, 1:] | ~real[:, :-1]).all() & (real[:, 0] | (kv.lengths == 0)).all()
     if real.device.type != "cpu" or torch.compiler.is_compiling():  # to read it would wait for the device at every step

@@ -176,13 +176,10 @@ def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, count: Any, *, packed: bool) -> bool:
-    """Reject shards that are not of one sequence, in the first forwards with labels. Returns whether the labels could show it.
+    """Whether labels of several shards could be compared, in the first forwards with labels. Ignored labels show nothing.
 
-    A loader that does not know the mesh, such as `Trainer`'s, gives every rank other sequences. Ignored labels show nothing.
-
-    Raises:
-        ValueError: If the label behind a shard is not the first of the next one, nor the end of a packed document; if ranks count
-            other numbers of labels.
+    A loader that does not know the mesh, such as `Trainer`'s, gives every rank other sequences. Raises ValueError if the label
+    behind a shard is neither the first of the next one nor the end of a packed document, or if ranks count other numbers of labels.
     """
     ends = [x[:, place].tolist() if x.dim() == 2 and x.shape[1] else None for x, place in ((labels, 0), (shift_labels, -1))]
     gathered: list[Any] = [None] * context.mesh.size()

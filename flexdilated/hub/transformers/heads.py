@@ -71,8 +71,7 @@ def count_kv_heads(config: Any) -> int | None:
 def sinks_here(sinks: Tensor, num_heads: int, shard: HeadShard | None) -> Tensor:
     """The sinks of the `num_heads` query heads here, from a parameter that tensor parallelism cut or left whole.
 
-    Raises:
-        ValueError: If there are more or fewer.
+    Raises ValueError if there are more or fewer.
     """
     if type(sinks).__name__ == "DTensor":  # by name: its module takes a third of a second to import
         sinks = sinks.to_local()  # type: ignore[attr-defined]

@@ -181,14 +181,9 @@ def _tokens_seen(key: Tensor, layer: DilatedCacheLayer | None, context: Context 
 
 
 def _refuse_options(options: Mapping[str, Any], num_seen: int) -> None:
-    """Raise for an option that changes the attention, or that is unknown.
+    """Raise NotImplementedError for an option that changes the attention, or is unknown, or if weights are collected otherwise.
 
-    Args:
-        options: By name, as the library hands them on.
-        num_seen: As `_tokens_seen` says.
-
-    Raises:
-        NotImplementedError: If there is such an option, or attention weights are collected otherwise.
+    `num_seen`: as `_tokens_seen` says.
     """
     for name, value in options.items():
         if value is None or value is False or name in KNOWN:

@@ -106,12 +106,7 @@ def record_implementation(config: Any) -> None:
 
 
 def pattern_of(config: Any) -> DilatedPattern:
-    """The pattern that a config holds.
-
-    Raises:
-        ValueError: If there is none, or as `DilatedPattern.from_dict`.
-        TypeError: If it is no pattern and no mapping.
-    """
+    """The pattern that a config holds. Raises as `DilatedPattern.from_dict`, and ValueError if there is none."""
     values = getattr(config, "dilated_pattern", None)
     if values is None:
         raise ValueError(
@@ -139,11 +134,7 @@ _patterns: WeakKeyDictionary[nn.Module, tuple[str, DilatedPattern]] = WeakKeyDic
 
 
 def refuse_crossing(config: Any) -> None:
-    """Raise if a config's model has layers in which queries and keys are not the same tokens.
-
-    Raises:
-        NotImplementedError: If it has.
-    """
+    """Raise NotImplementedError if a config's model has layers in which queries and keys are not the same tokens."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise NotImplementedError(
             f"config must have no cross-attention with {NAME!r} attention, got {type(config).__name__} with it"
@@ -183,11 +174,7 @@ def unreached(name: str) -> str:
 
 
 def check_type(config: Any) -> None:
-    """Raise for a model type that does not ask the AttentionInterface, and warn of a type that was not compared.
-
-    Raises:
-        NotImplementedError: If a pattern would change nothing in a model of this type.
-    """
+    """Raise NotImplementedError for a model type in which a pattern would change nothing, and warn of one that was not compared."""
     model_type = getattr(config, "model_type", OWN_TYPE)
     result, why = compared_types().get(model_type, ("not tried", ""))
     if why.startswith("attn_implementation must not be"):

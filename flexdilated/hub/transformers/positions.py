@@ -167,18 +167,12 @@ def moved(x: Tensor, index: Tensor) -> Tensor:
 
 
 def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int, *, is_causal: bool) -> None:
-    """Reject positions that pack documents where the library does not detect documents.
+    """Raise NotImplementedError for positions that pack documents where the library does not detect documents.
 
-    It looks for documents in causal models that have neither a mask nor a cache.
-
-    Args:
-        position_ids: `(B or 1, num_tokens)`, read once for all layers. Other shapes (several axes) are not checked.
-        mask: None, or `(B, 1, 1, ...)`, of which the first `num_tokens` are -1 at padding, where positions may be any.
-        num_tokens: N.
-        is_causal: Whether queries see only keys at their own position and before.
-
-    Raises:
-        NotImplementedError: If the positions of two neighbouring real tokens do not differ by 1.
+    It looks for documents in causal models that have neither a mask nor a cache. `position_ids` `(B or 1, num_tokens)` are read
+    once for all layers; other shapes (several axes) are not checked. `mask` is None, or `(B, 1, 1, ...)`, of which the first
+    `num_tokens` are -1 at padding, where positions may be any. Positions of neighbouring real tokens
+    must differ by 1.
     """
     if not _are_read(position_ids, num_tokens):
         return
