@@ -5,6 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from flexdilated.core.branch import Near
+
+MOST_LOOKS = 128  # at boundaries token by token, and tokens before each
+
+
+def first_uncrossed(branches: Sequence[tuple[int, int, range]], near: Near, block: int, num_tokens: int) -> int | None:
+    """The first boundary that no information crosses, as `DilatedPattern.first_uncrossed_boundary`.
+
+    Each branch is `(length, rate, kept offsets)`. `block`: length of the runs of tokens in which each token sees the one before it.
+    """
+    if near.window > 1:  # each token sees the one before it
+        return None
+    far = {(length, rate) for length, rate, offsets in branches if 1 < rate <= (block + 1) // 2 and len(offsets) == rate}
+    if any(length >= num_tokens for length, _ in far):
+        return None
+    counting = sorted(far, reverse=True)  # long segments leave the fewest candidates
+    distance, boundary = 2 * max((rate for _, rate in far), default=1) - 1, min(near.global_tokens, num_tokens)
+    for _ in range(MOST_LOOKS):  # at what the branches that count do not cross
+        boundary = min(first_near_ends(0, block, counting, sign, boundary, num_tokens) for sign in (1, -1))
+        if boundary == num_tokens:
+            return None
+        if distance > MOST_LOOKS or not is_crossed(boundary, branches, distance, num_tokens, near.global_tokens):
+            break
+    return boundary
+
 
 def first_near_ends(start: int, step: int, branches: Sequence[tuple[int, int]], sign: int, last: int, limit: int) -> int:
     """The first b in `(last, limit)` with `b % step == start` and `sign * b % w < r` for each branch `(w, r)`, or `limit`.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from flexdilated.core.boundaries import first_near_ends, is_crossed
+from flexdilated.core.boundaries import first_uncrossed
 from flexdilated.core.branch import Branch, GlobalTokens, HeadRun, Kept, Near, Segments, Window, ceil_div, split_kinds
 from flexdilated.core.integers import as_integer, at_least_one, index_below, integer_tuple
 from flexdilated.core.keywords import takes_num_kv_heads
@@ -22,7 +22,6 @@ OFFSETS: tuple[Offsets, ...] = ("blocked", "interleaved")
 
 MAX_LENGTH = 2**40  # of a segment: positions and strides, which are multiples of rates, fit in 64 bits
 MAX_BRANCHES = 256  # masks, plans and launches take time with each, and published patterns have a handful
-MOST_LOOKS = 128  # at boundaries token by token, and tokens before each
 FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a head: 2 and 5 products of matrices
 
 
@@ -384,22 +383,8 @@ class DilatedPattern:
         num_tokens, num_kv_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_kv_heads", num_kv_heads)
         self.check_heads(num_kv_heads)
         segments, near = self.split("crosses_boundaries")
-        if near.window > 1:  # each token sees the one before it
-            return None
-        block = self.run_of_neighbours
         branches = [(*branch, self.kept_offsets(i, num_kv_heads)) for i, branch in enumerate(segments)]
-        far = {(length, rate) for length, rate, offsets in branches if 1 < rate <= (block + 1) // 2 and len(offsets) == rate}
-        if any(length >= num_tokens for length, _ in far):
-            return None
-        counting = sorted(far, reverse=True)  # long segments leave the fewest candidates
-        distance, boundary = 2 * max((rate for _, rate in far), default=1) - 1, min(near.global_tokens, num_tokens)
-        for _ in range(MOST_LOOKS):  # at what the branches that count do not cross
-            boundary = min(first_near_ends(0, block, counting, sign, boundary, num_tokens) for sign in (1, -1))
-            if boundary == num_tokens:
-                return None
-            if distance > MOST_LOOKS or not is_crossed(boundary, branches, distance, num_tokens, near.global_tokens):
-                break
-        return boundary
+        return first_uncrossed(branches, near, self.run_of_neighbours, num_tokens)
 
     @property
     def run_of_neighbours(self) -> int:
