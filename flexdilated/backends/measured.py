@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexdilated.core.dispatch_key import DispatchKey
-from flexdilated.core.hardware import Hardware, cuda_level, detect, dtype_name
+from flexdilated.core.hardware import cuda_level, detect, dtype_name
 from flexdilated.core.integers import is_integer
 from flexdilated.core.tracing import answers_while_traced
 
@@ -92,10 +92,11 @@ def prefer(request: DispatchKey) -> tuple[str, ...]:
     Under users' functions sdpa forms all scores, several times over, where flex on a GPU forms none. But there gradients of tensors
     that the functions hold are summed in any order.
     """
-    if request.modified and (request.hardware.capability or (0, 0)) >= (8, 0) and not torch.are_deterministic_algorithms_enabled():
+    capability, kind = request.hardware.capability, (dtype_name(request.dtype), request.differentiable)
+    if request.modified and (capability or (0, 0)) >= (8, 0) and not torch.are_deterministic_algorithms_enabled():
         return ("flex", "sdpa")
-    kind = (dtype_name(request.dtype), request.differentiable)
-    measured = _measured_here(request) or [c for c in shipped(request.hardware).crossovers if c[:2] == kind]
+    measured = [] if capability is None or request.modified else _measured_here(capability, request)
+    measured = measured or [c for c in SHIPPED.get(request.hardware.device_class, NOTHING).crossovers if c[:2] == kind]
     if not measured:
         return DEFAULT
     nearest = largest = measured[0].head_dim
@@ -120,28 +121,28 @@ def _is_nearer(a: int, b: int, target: int) -> bool:
 
 def unproven(backend: str, request: DispatchKey) -> str | None:
     """Why `backend="auto"` leaves a backend out, or None: wrong on this machine, or changed since a GPU last ran it."""
-    suffix, name, right = ", grouped heads" if request.group > 1 else "", dtype_name(request.dtype), []
+    capability, dtype, device = request.hardware.capability, dtype_name(request.dtype), request.hardware.device_class
+    suffix = ", grouped heads" if request.group > 1 else ""
     forms = [form + suffix for form in ("forward", "backward")[: 1 + request.differentiable]]
-    if request.hardware.capability is not None and not request.modified:
-        right = [_is_right(request.hardware.capability, backend, form, name) for form in forms]
-    if False in right:
-        return f"flexdilated tune has not found its {forms[right.index(False)]} right in {name}"
-    if backend not in PROVEN or (all(right) and _measured_here(request)):
-        return None
-    for form in forms:
-        if not shipped(request.hardware).checked.get((backend, form, name)):
-            return f"the code of its {form} has changed, and has not run on {request.hardware.device_class} since"
+    if capability is not None and not request.modified:
+        verdicts = [_is_right(capability, backend, form, dtype) for form in forms]
+        if False in verdicts:
+            return f"flexdilated tune has not found its {forms[verdicts.index(False)]} right in {dtype}"
+        if all(verdicts) and _measured_here(capability, request):
+            return None
+    for form in forms if backend in PROVEN else ():
+        if not SHIPPED.get(device, NOTHING).checked.get((backend, form, dtype)):
+            return f"the code of its {form} has changed, and has not run on {device} since"
     return None
 
 
-def _measured_here(request: DispatchKey) -> list[Crossover]:
+def _measured_here(capability: Capability, request: DispatchKey) -> list[Crossover]:
     """What was measured on this machine with rows that kernels hold as those of a request: padded to equal powers of two."""
-    found, capability = [], request.hardware.capability
-    if capability is not None and not request.modified:
-        for least, c in _known(capability, request.dtype, request.differentiable):
-            if least < request.head_dim <= c.head_dim:  # sizes may be symbols of a compiler, which can only be compared
-                found.append(c)
-    return found
+    crossovers = []
+    for least, c in _known(capability, request.dtype, request.differentiable):
+        if least < request.head_dim <= c.head_dim:  # sizes may be symbols of a compiler, which can only be compared
+            crossovers.append(c)
+    return crossovers
 
 
 @answers_while_traced
@@ -178,7 +179,7 @@ def advise(capability: Capability) -> None:
 @lru_cache(maxsize=8)
 def _advise(capability: Capability) -> None:
     name = device_name(capability)
-    if name is None or folder() is None or shipped(cuda_level(capability)).checked:
+    if name is None or folder() is None or SHIPPED.get(cuda_level(capability).device_class, NOTHING).checked:
         return
     if loaded(capability).path is not None or loaded(capability).is_ignored:
         return
@@ -287,7 +288,7 @@ def loaded(capability: Capability) -> Measurements:
     """What is kept for the GPUs of a level; empty without a file, and where the file is damaged or of another machine."""
     place, name = folder(), device_name(capability)
     if place is None or name is None or not others(capability):
-        return Measurements()
+        return NOTHING
     return parsed(path_of(place, found := environment(name, capability)), found)
 
 
@@ -301,7 +302,7 @@ def parsed(path: Path, expected: dict[str, Any]) -> Measurements:
             raise ValueError(f"it was measured with another {', '.join(differing)}")
         return read(kept, path)
     except FileNotFoundError:
-        return Measurements()
+        return NOTHING
     except (OSError, ValueError, RecursionError) as error:
         warnings.warn(f"{path} is ignored ({type(error).__name__}: {error}); run `flexdilated tune` again", stacklevel=2)
         return Measurements(is_ignored=True)
@@ -346,9 +347,5 @@ def _version(package: str) -> str | None:
         return None
 
 
+NOTHING = Measurements()
 SHIPPED = {device: read(kept) for device, kept in json.loads(FILE.read_text()).items()}
-
-
-def shipped(hardware: Hardware) -> Measurements:
-    """What the package has for a class of device."""
-    return SHIPPED.get(hardware.device_class, Measurements())

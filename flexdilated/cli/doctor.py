@@ -18,7 +18,7 @@ from rich.text import Text
 from flexdilated._version import __version__
 from flexdilated.backends import DispatchKey, choose, measured, why_not
 from flexdilated.backends.dense import flash
-from flexdilated.backends.measured import DEFAULT, FILE, PROVEN, Crossover, Measurements, shipped
+from flexdilated.backends.measured import DEFAULT, FILE, NOTHING, PROVEN, SHIPPED, Crossover
 from flexdilated.cli.options import DTYPES, device_named, spelled
 from flexdilated.cli.selfcheck import BackendKernel, Report, all_passed, candidates, self_check
 from flexdilated.core.hardware import Hardware, detect, recommended_dtype
@@ -136,7 +136,7 @@ def _preferences(hardware: Hardware) -> dict[str, str]:
 
 def _preference(hardware: Hardware) -> str:
     """What `backend="auto"` takes, and where that was measured."""
-    own = Measurements() if hardware.capability is None else measured.loaded(hardware.capability)
+    own = NOTHING if hardware.capability is None else measured.loaded(hardware.capability)
     plain = _request(hardware, torch.bfloat16, "plain")
     if own.crossovers:
         head_dims = sorted({c.head_dim for c in own.crossovers})
@@ -148,7 +148,7 @@ def _preference(hardware: Hardware) -> str:
             )
         failed = [f"{', '.join(form)}" for form, is_right in own.checked.items() if not is_right]
         text += f". It leaves out what did not pass all checks: {'; '.join(failed)}" if failed else ""
-    elif package := shipped(hardware).crossovers:
+    elif package := SHIPPED.get(hardware.device_class, NOTHING).crossovers:
         about = json.loads(FILE.read_text())[hardware.device_class]["provenance"][-1]
         where = f"{about.get('hardware', about.get('device_class'))}, torch {about['torch']}, {about['date']}"
         text = f"auto takes {_measured_choice(plain, package)}, by measurements shipped with flexdilated ({where})"
