@@ -57,12 +57,7 @@ def merge_(out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> None:
 
     `lse' = logaddexp(lse, lse_i)`, `out' = out + sigmoid(lse_i - lse) (out_i - out)`. A row that neither side reaches stays
     `out = 0`, `lse = -inf`; merging into such a row copies the other side. The result does not depend on the order of merges.
-
-    Args:
-        out: Running output, `(..., D)`, any floating dtype; merged in the dtype of lse and rounded once.
-        lse: Running log-sum-exp, `(...)`, natural log, float32 or float64.
-        out_i: Partial output, `(..., D)`, any floating dtype.
-        lse_i: Partial log-sum-exp, `(...)`.
+    Outputs `(..., D)` have any floating dtype; they are merged in the dtype of lse `(...)`, float32 or float64, and rounded once.
     """
     # -inf - -inf would be NaN where neither side reaches the row: `out_i`, which is 0 there, is copied instead.
     weight = lse_i.clamp(min=torch.finfo(lse_i.dtype).min).sub_(lse).sigmoid_()

@@ -18,13 +18,7 @@ def branches_svg(branches: Sequence[tuple[int, int]], window: int, global_tokens
     """Queries down, keys across: the segments of every branch on the diagonal of the longest one, darker where more pairs attend.
 
     A window is a band along the diagonal, and global tokens are the first rows and columns.
-
-    Args:
-        branches: Segment length and dilation rate of each.
-        window: Tokens of the window, 0 without one.
-        global_tokens: Number of global tokens.
-        title: What a screen reader says.
-        words: Lines beside the picture.
+    `title`: what a screen reader says. `words`: lines beside the picture.
     """
     longest = max((length for length, _ in branches), default=4 * max(window, global_tokens))
     shapes = []

@@ -112,19 +112,13 @@ class TorchscaleAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """`(B, N, embed_dim)` and None, for torchscale's weights, from query, key and value `(B, N, embed_dim)`.
 
-        Args:
-            query: Tokens.
-            key: Of the same length.
-            value: As key.
-            incremental_state: Must be None: torchscale's own decoding is right inside the first segment only.
-            key_padding_mask: `(B, N)`, nonzero where a key is ignored; has an effect only with `apply_padding_mask`.
-            attn_mask: Must be None, as for torchscale on flash-attn.
-            rel_pos: Must be None, as for torchscale.
-            is_first_step: Tells the first step of decoding; means nothing without an incremental state, here as there.
-            is_causal: Whether a query sees only keys at its own position and before.
+        The arguments are torchscale's. `key_padding_mask` `(B, N)`, nonzero where a key is ignored, has an effect only with
+        `apply_padding_mask`. `attn_mask` and `rel_pos` must be None, as for torchscale on flash-attn, and so must
+        `incremental_state`: torchscale's own decoding is right inside the first segment only. Without it `is_first_step` means
+        nothing.
 
         Raises:
-            NotImplementedError: If an argument above is not None.
+            NotImplementedError: If an argument that must be None is not.
             ValueError: If a shape is wrong.
         """
         if incremental_state is not None:

@@ -68,11 +68,7 @@ class DilatedInnerAttention(Module):
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Take this rank's place from torchtitan's meshes, and leave the keys and values where they are.
 
-        Args:
-            parallel_dims: torchtitan's.
-
-        Raises:
-            NotImplementedError: If the model shards the sequence in a way that is not known here.
+        Raises NotImplementedError if the model shards the sequence in a way that is not known here.
         """
         tp, self.mesh = parallel_dims.get_optional_mesh("tp"), canonical_mesh(parallel_dims.get_optional_mesh("cp"))
         if tp is not None:
@@ -95,15 +91,8 @@ class DilatedInnerAttention(Module):
     ) -> Tensor:
         """`(B, N, H, D)` from q of that shape and k, v `(B, N, Hkv, D)`: this rank's tokens and heads.
 
-        Args:
-            q_BLNH: Queries.
-            k_BLNH: Keys.
-            v_BLNH: Values.
-            attention_masks: torchtitan's, which says where documents begin. None: every row is one document.
-            score_mod: Must be None.
-            scale: Multiplies the scores. Default: `D ** -0.5`.
-            enable_gqa: Must be True where k has fewer heads than q.
-            out_transform: Must be None.
+        `attention_masks`: torchtitan's, which says where documents begin. None: every row is one document. `score_mod` and
+        `out_transform` must be None, and `enable_gqa` True where k has fewer heads than q.
 
         Raises:
             NotImplementedError: If there is a score function or a transform of the output, the mask is of another kind, or the

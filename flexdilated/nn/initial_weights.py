@@ -11,10 +11,8 @@ from torch import nn
 def set_initial_weights(layer: nn.Linear | nn.Embedding, draw: str, **options: float) -> None:
     """Draw the weight of a layer, set its bias to 0, and make `layer.reset_parameters` do both again.
 
-    Args:
-        layer: An `nn.Linear` or `nn.Embedding`. Its class stays, since quantizers choose layers by their exact class.
-        draw: Name of a function of `torch.nn.init`, such as `"xavier_normal_"`.
-        **options: Arguments of that function, such as `gain`.
+    Its class stays, since quantizers choose layers by their exact class. `draw` names a function of `torch.nn.init`, such as
+    `"xavier_normal_"`, and `options` are its arguments.
     """
     layer.__dict__["reset_parameters"] = _Reset(layer, draw, options)
     layer.reset_parameters()

@@ -95,12 +95,7 @@ class Rotary(nn.Module):
         self.head_dim, self.base = head_dim, base
 
     def forward(self, positions: Tensor, *, dtype: torch.dtype | None = None) -> Rotation:
-        """The rotation of `(N,)` or `(B, N)` positions.
-
-        Args:
-            positions: Of the tokens.
-            dtype: Of the queries and keys. Default: torch's default dtype.
-        """
+        """The rotation of `(N,)` or `(B, N)` positions, for queries and keys in `dtype`, by default torch's default dtype."""
         angles = rotary_angles if writes_onnx() else _angles_op
         cos, sin = angles(positions, self.head_dim, self.base, _is_double(dtype))
         return Rotation(cos, sin, cos, sin)

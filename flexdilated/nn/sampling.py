@@ -67,9 +67,7 @@ class Sampler:
     def draw(self, logits: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """`(B,)` int64 tokens of logits `(B, V)`, on their device.
 
-        Args:
-            logits: One row per sequence.
-            generator: Where the random numbers come from, on any device. Default: torch's global one of the device of the logits.
+        `generator`, of any device, draws the random numbers; by default torch's global one of the device of the logits.
         """
         if self.temperature == 0:
             return logits.argmax(-1)

@@ -33,15 +33,9 @@ def find_head_shard(module: nn.Module, num_heads: int, num_kv_heads: int, first_
     The model's heads are counted by its config. Where a call has fewer, its rank's place is read from the parameters of the module:
     tensor parallelism leaves them as DTensors.
 
-    Args:
-        module: An attention layer of the library.
-        num_heads: Query heads of the call.
-        num_kv_heads: Key/value heads of the call, either this rank's part of them or all.
-        first_head: Index in the model of the first query head, if the caller knows.
-
-    Raises:
-        NotImplementedError: If the call holds a part of the heads and nothing says which.
-        ValueError: If `first_head` is no place for so many heads.
+    `num_heads` are the query heads of the call, `num_kv_heads` its key/value heads, either this rank's part of them or all.
+    `first_head`: index in the model of the first query head, if the caller knows. Raises NotImplementedError if nothing says which
+    part of the heads the call has, ValueError if `first_head` is no place for so many heads.
     """
     config: Any = getattr(module, "config", None)
     total = _count(config, QUERY_HEADS)
