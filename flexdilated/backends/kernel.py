@@ -130,14 +130,14 @@ class Kernel:
             q, options, factor = with_positive_scale(q, options)
         plain = factor == 1.0 and (self.shares_kv or q.shape[1] == kv_heads)
         writes = self.writes and into is not None and plain and self._can_write(head_dim, *into)
-        extra: dict[str, Any] = {**({"into": into} if writes else {}), **({"dlse": dlse} if self.takes_dlse else {})}
+        keywords: dict[str, Any] = {**({"into": into} if writes else {}), **({"dlse": dlse} if self.takes_dlse else {})}
         if dlse is not None and not self.takes_dlse:
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
             out = F.pad(out, (0, 1), value=-1.0)
             dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
         if q.shape[-1] % self.head_dim_multiple or (q.shape[1] != k.shape[1] and not self.shares_kv):
             q, k, v, dout, out = self._adapted(q, k, v, dout, out)
-        grads = self.run_backward(dout, q, k, v, out, lse, options=options, **extra)
+        grads = self.run_backward(dout, q, k, v, out, lse, options=options, **keywords)
         dq, dk, dv = grads if q.shape[-1] == head_dim else (x[..., :head_dim] for x in grads)
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))

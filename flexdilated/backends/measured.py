@@ -193,12 +193,12 @@ def _advise(capability: Capability) -> None:
 # -- a file ---------------------------------------------------------------------------------------------------------------------
 
 
-def read(kept: dict[str, Any], path: Path | None = None) -> Measurements:
+def read(content: dict[str, Any], path: Path | None = None) -> Measurements:
     """The content of a kept file, from its JSON."""
-    points, verdicts = _crossovers(kept["measured"]), checked(kept["checks"])
-    forms = {(e["dtype"], e["head_dim"]): frozenset(e["constants"]) for e in kept["forms"]}
+    points, verdicts = _crossovers(content["measured"]), checked(content["checks"])
+    forms = {(e["dtype"], e["head_dim"]): frozenset(e["constants"]) for e in content["forms"]}
     digest = _hash([points, sorted(verdicts.items()), sorted((*key, *sorted(names)) for key, names in forms.items())])
-    return Measurements(points, verdicts, forms, digest, kept["date"], path)
+    return Measurements(points, verdicts, forms, digest, content["date"], path)
 
 
 def _crossovers(measured: Iterable[dict[str, Any]]) -> tuple[Crossover, ...]:
@@ -232,10 +232,10 @@ def faster(entry: dict[str, Any]) -> str:
 
 def checked(checks: Iterable[dict[str, str]]) -> dict[tuple[str, str, str], bool]:
     """Whether a form was right in a check and wrong in none, by candidate, form as `unproven` spells it, and dtype."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    verdicts: dict[tuple[str, str, str], list[str]] = {}
     for check in checks:
-        found.setdefault((check["candidate"], check["form"], check["dtype"]), []).append(check["found"])
-    return {key: "right" in texts and not any(text.startswith(WRONG) for text in texts) for key, texts in found.items()}
+        verdicts.setdefault((check["candidate"], check["form"], check["dtype"]), []).append(check["found"])
+    return {key: "right" in texts and not any(text.startswith(WRONG) for text in texts) for key, texts in verdicts.items()}
 
 
 # -- the file of this machine ---------------------------------------------------------------------------------------------------
@@ -270,12 +270,12 @@ def environment(name: str, capability: Capability) -> dict[str, Any]:
     }
 
 
-def path_of(place: Path, found: dict[str, Any]) -> Path:
+def path_of(place: Path, facts: dict[str, Any]) -> Path:
     """The file for an environment."""
-    return place / f"{_stem(found['device'], found['level'])}-{_hash(found)}.json"
+    return place / f"{_stem(facts['device'], facts['level'])}-{_hash(facts)}.json"
 
 
-def others(capability: Capability) -> list[Path]:
+def files_of_device(capability: Capability) -> list[Path]:
     """Files of this device, of any versions."""
     place, name = folder(), device_name(capability)
     if place is None or name is None or not os.access(place, os.R_OK | os.X_OK):
@@ -287,20 +287,20 @@ def others(capability: Capability) -> list[Path]:
 def loaded(capability: Capability) -> Measurements:
     """What is kept for the GPUs of a level; empty without a file, and where the file is damaged or of another machine."""
     place, name = folder(), device_name(capability)
-    if place is None or name is None or not others(capability):
+    if place is None or name is None or not files_of_device(capability):
         return NOTHING
-    return parsed(path_of(place, found := environment(name, capability)), found)
+    return parsed(path_of(place, facts := environment(name, capability)), facts)
 
 
 def parsed(path: Path, expected: dict[str, Any]) -> Measurements:
     """The content of a file, if it was measured in an environment; else a warning and nothing."""
     try:
-        kept = json.loads(path.read_text())
-        _check_shape(kept, SHAPE, "file")
-        differing = [name for name in expected if kept["environment"].get(name) != expected[name]]
+        content = json.loads(path.read_text())
+        _check_shape(content, SHAPE, "file")
+        differing = [name for name in expected if content["environment"].get(name) != expected[name]]
         if differing:
             raise ValueError(f"it was measured with another {', '.join(differing)}")
-        return read(kept, path)
+        return read(content, path)
     except FileNotFoundError:
         return NOTHING
     except (OSError, ValueError, RecursionError) as error:
@@ -315,8 +315,8 @@ def _check_shape(value: Any, shape: Any, name: str) -> None:
         raise ValueError(f"{name} must be {requirement}, got {value!r:.40}")
     for key, part in shape.items() if isinstance(shape, dict) else ():
         _check_shape(value.get(key), part, f"{name}.{key}")
-    for i, each in enumerate(value) if isinstance(shape, list) else ():
-        _check_shape(each, shape[0], f"{name}[{i}]")
+    for i, item in enumerate(value) if isinstance(shape, list) else ():
+        _check_shape(item, shape[0], f"{name}[{i}]")
 
 
 # -- what it depends on ---------------------------------------------------------------------------------------------------------
@@ -348,4 +348,4 @@ def _version(package: str) -> str | None:
 
 
 NOTHING = Measurements()
-SHIPPED = {device: read(kept) for device, kept in json.loads(FILE.read_text()).items()}
+SHIPPED = {device: read(content) for device, content in json.loads(FILE.read_text()).items()}

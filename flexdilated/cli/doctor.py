@@ -159,7 +159,7 @@ def _preference(hardware: Hardware) -> str:
         if reason is not None and why_not(name, plain) is None:
             text += f". It leaves {name} out: {reason}. To check and measure it, run flexdilated tune ({measured.ESTIMATE})"
     if hardware.capability is not None and own.path is None:
-        unused = ", ".join(map(str, measured.others(hardware.capability)))
+        unused = ", ".join(map(str, measured.files_of_device(hardware.capability)))
         text += f". Not used, because damaged or measured with other versions: {unused}" if unused else ""
         off = f". Measurements of flexdilated tune are not read: {measured.VARIABLE}={measured.OFF}, or there is no home folder"
         text += off if measured.folder() is None else ""

@@ -40,12 +40,12 @@ def first_near_ends(start: int, step: int, branches: Sequence[tuple[int, int]], 
     first = start + step * ((last - start) // step + 1)
     if first >= limit or not branches:
         return min(first, limit)
-    (length, rate), *rest = branches
+    (length, rate), *other_branches = branches
     common = math.gcd(step, length)
     inverse = pow(step // common, -1, length // common)
     for distance in range(sign * start % common, rate, common):
         times = (sign * distance - start) // common * inverse % (length // common)
-        limit = first_near_ends(start + step * times, step * length // common, rest, sign, last, limit)
+        limit = first_near_ends(start + step * times, step * length // common, other_branches, sign, last, limit)
     return limit
 
 

@@ -140,8 +140,8 @@ def refuse_shards_of_torch(num_ranks: int) -> None:
     newer function `_context_parallel_shard` says of its last call alone whether it had a balancer. Raises ValueError if a call over
     several ranks may get such shards, or a call without a mesh (`num_ranks` 0) any shards.
     """
-    loaded = [sys.modules[name] for name in TORCH_SHARDS if name in sys.modules]
-    module = next((each for each in loaded if hasattr(each, "_replaced_functions")), None)
+    modules = [sys.modules[name] for name in TORCH_SHARDS if name in sys.modules]
+    module = next((candidate for candidate in modules if hasattr(candidate, "_replaced_functions")), None)
     if module is None:
         return
     attention = torch.nn.functional.scaled_dot_product_attention

@@ -169,7 +169,7 @@ def operator(
             forward takes one more tensor before the options (`collective_order.unknown`).
     """
     outputs = ("out", "lse", *more_outputs)
-    last, num_tensors = 3 + len(outputs), 6 + over_ranks
+    mask_index, num_tensors = 3 + len(outputs), 6 + over_ranks
 
     def run(*arguments: Any) -> tuple[Tensor, ...]:
         return forward(Inputs(*arguments[:6]), read(arguments[num_tensors:]))
@@ -185,8 +185,8 @@ def operator(
         return tuple(contiguous_like(x) for x in arguments[:3])
 
     def run_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-        inputs = Inputs(*arguments[:3], *arguments[last : last + 3])
-        return backward(dout, dlse, inputs, arguments[3:last], read(arguments[last + 3 :]))
+        inputs = Inputs(*arguments[:3], *arguments[mask_index : mask_index + 3])
+        return backward(dout, dlse, inputs, arguments[3:mask_index], read(arguments[mask_index + 3 :]))
 
     saved = ", ".join(f"Tensor {output}" for output in outputs)
     inputs_schema, backward_schema = (
@@ -202,7 +202,7 @@ def operator(
 
     plain = pair(name, *(OVER_RANKS if over_ranks else ()))
     reading = plain if over_ranks else pair(name + DATA_DEPENDENT, torch.Tag.cudagraph_unsafe)
-    operators = plain if over_ranks else _either(plain, reading, last)
+    operators = plain if over_ranks else _either(plain, reading, mask_index)
     backward_of = operators.backward if through is None else through
     for variant in dict.fromkeys((plain, reading)):
         if over_ranks:
@@ -218,10 +218,10 @@ def operator(
     return operators
 
 
-def _either(plain: Operator, reading: Operator, last: int) -> Operator:
+def _either(plain: Operator, reading: Operator, mask_index: int) -> Operator:
     """Dispatch to `reading` if the call has `cu_seqlens` or a seed, else to `plain`.
 
-    `last`: index of `key_padding_mask` among the arguments of the backward after `dout` and `dlse`.
+    `mask_index`: index of `key_padding_mask` among the arguments of the backward after `dout` and `dlse`.
     """
 
     def forward(*arguments: Any) -> Any:
@@ -229,7 +229,7 @@ def _either(plain: Operator, reading: Operator, last: int) -> Operator:
         return (reading if reads else plain).forward(*arguments)
 
     def backward(*arguments: Any) -> Any:
-        reads = arguments[last + 3] is not None or arguments[last + 4] is not None
+        reads = arguments[mask_index + 3] is not None or arguments[mask_index + 4] is not None
         return (reading if reads else plain).backward(*arguments)
 
     return Operator(forward, backward)

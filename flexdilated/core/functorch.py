@@ -45,8 +45,8 @@ def is_transformed(*tensors: Tensor | None) -> bool:
         top = peek_interpreter_stack()
         if top is None or top.key() != TransformType.Functionalize:
             return top is not None
-        outer = {level.key() for level in get_interpreter_stack() or ()}
-        if outer & {TransformType.Grad, TransformType.Jvp}:
+        outer_kinds = {level.key() for level in get_interpreter_stack() or ()}
+        if outer_kinds & {TransformType.Grad, TransformType.Jvp}:
             raise NotImplementedError(
                 "dilated_attention must not be functionalized inside a derivative, got torch.func.functionalize inside grad, vjp "
                 "or jvp, which would not reach the operators: leave functionalize out, since they write to no argument"

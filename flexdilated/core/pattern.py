@@ -82,9 +82,9 @@ class DilatedPattern:
             object.__setattr__(self, "window", at_least_one("window", self.window))
         object.__setattr__(self, "global_tokens", as_integer("global_tokens", self.global_tokens))
         check_branches(self, MAX_LENGTH, MAX_BRANCHES)
-        for name, value, known in (("heads", self.heads, HEADS), ("offsets", self.offsets, OFFSETS)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        for name, value, choices in (("heads", self.heads, HEADS), ("offsets", self.offsets, OFFSETS)):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
     @classmethod
     def longnet(cls) -> DilatedPattern:

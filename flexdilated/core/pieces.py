@@ -164,7 +164,7 @@ def refuse_shifts(pattern: DilatedPattern, documents: Iterable[tuple[int, ...]],
         )
 
 
-@recent(size=lambda pieces, pattern, documents, *rest: PIECE_BYTES * len(pieces) + DOCUMENT_BYTES * len(documents))
+@recent(size=lambda pieces, pattern, documents, *_: PIECE_BYTES * len(pieces) + DOCUMENT_BYTES * len(documents))
 def _plan(
     pattern: DilatedPattern, documents: Documents, num_kv_heads: int, is_causal: bool, within: range | None
 ) -> tuple[Piece, ...]:
@@ -268,14 +268,14 @@ def _near_pieces(
 ) -> Iterator[Piece]:
     """The window, or the global tokens, over a document: boxes of all its tokens. The window is that of the other tokens."""
     first = min(near.global_tokens, num_tokens)
-    rest, high = num_tokens - first, 0 if is_causal else UNBOUNDED
-    boxes = [(first, rest, first, rest, -UNBOUNDED, high)]  # first query, queries, first key, keys, band
-    if is_window and near.window < rest:
-        boxes = [(first, rest, first, rest, 1 - near.window, 0 if is_causal else near.window - 1)]
+    num_remaining, high = num_tokens - first, 0 if is_causal else UNBOUNDED
+    boxes = [(first, num_remaining, first, num_remaining, -UNBOUNDED, high)]  # first query, queries, first key, keys, band
+    if is_window and near.window < num_remaining:
+        boxes = [(first, num_remaining, first, num_remaining, 1 - near.window, 0 if is_causal else near.window - 1)]
     elif not is_window and is_causal:
         boxes = [(0, num_tokens, 0, first, -UNBOUNDED, 0)]
     elif not is_window:
-        boxes = [(0, first, 0, num_tokens, -UNBOUNDED, high), (first, rest, 0, first, -UNBOUNDED, high)]
+        boxes = [(0, first, 0, num_tokens, -UNBOUNDED, high), (first, num_remaining, 0, first, -UNBOUNDED, high)]
     for part, (query, queries, key, keys, low, high) in enumerate(boxes):
         if queries:
             yield Piece(
@@ -371,10 +371,10 @@ def _segment_rows(
     pattern: DilatedPattern, offset: int, length: int, rate: int, is_causal: bool, sizes: list[_Sizes]
 ) -> Iterator[_EqualSegments]:
     """The rows that one offset keeps in segments of the given sizes. Rows of global tokens are left out."""
-    kept, padded = Kept(length, rate, offset), ceil_div(length, rate)  # padded: rows of a segment with torchscale's zero padding
+    branch, padded = Kept(length, rate, offset), ceil_div(length, rate)  # padded: rows of a segment with torchscale's zero padding
     for first, count, size in sizes:
-        skipped = kept.rows(min(max(pattern.global_tokens - first * length, 0), size))
-        rows = kept.rows(size) - skipped
+        skipped = branch.rows(min(max(pattern.global_tokens - first * length, 0), size))
+        rows = branch.rows(size) - skipped
         if rows:
             yield _EqualSegments(first, count, skipped, rows, padded - rows if pattern.zero_padding and not is_causal else 0)
 

@@ -79,8 +79,8 @@ def gigapath_lengths(max_wsi_size: int, tile_size: int) -> list[int]:
     if not 1 <= tile_size <= max_wsi_size // 4:
         least = f"[1, {max_wsi_size // 4}], a quarter of max_wsi_size={max_wsi_size}"
         raise ValueError(f"tile_size must be in {least}, got {tile_size}")
-    last = int(math.log2((max_wsi_size // tile_size) ** 2))
-    return [int(2 ** (10 + (last - 10) * i / 4)) for i in range(5)]
+    largest_exponent = int(math.log2((max_wsi_size // tile_size) ** 2))
+    return [int(2 ** (10 + (largest_exponent - 10) * i / 4)) for i in range(5)]
 
 
 def check_branches(pattern: Any, most_length: int, most_branches: int) -> None:

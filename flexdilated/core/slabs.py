@@ -138,9 +138,9 @@ def layouts(slabs: Slabs, size: Sequence[int], strides: Sequence[int], group: in
     layouts_of_slabs = []
     for piece, part in zip(slabs.pieces, slabs.parts):
         sizes, steps, start = box_layout(piece.of_keys() if of_keys else piece, size, strides, group)
-        chosen = [range(n)[span] for n, span in zip(sizes, part)]  # a view of a view
-        start += sum(span.start * step for span, step in zip(chosen, steps))
-        sizes = (*map(len, chosen), *sizes[len(chosen) :])
+        ranges = [range(n)[span] for n, span in zip(sizes, part)]  # a view of a view
+        start += sum(span.start * step for span, step in zip(ranges, steps))
+        sizes = (*map(len, ranges), *sizes[len(ranges) :])
         packed = _pack_layout(sizes, steps, slabs.offsets_apart)
         view = None if packed is None else (*packed, start)
         layouts_of_slabs.append(SlabLayout((sizes, steps, start), view, _packed_shape(sizes, slabs.offsets_apart)))
@@ -153,9 +153,9 @@ def _pack_layout(
     """Size and strides of all rows of a slab `b s o h g r d` as `pack` gives them, or None where that is no view."""
     h, g = size[3:5]
     groups = ((6,), (5,), (3, 4), (0, 1, 2)) if offsets_apart or h * g > 1 else ((6,), (5,), (2, 3, 4), (0, 1))
-    sizes, steps, inner = [], [], 1
+    sizes, steps, contiguous_stride = [], [], 1
     for dims in groups[7 - len(size) :]:
-        count, first = 1, inner  # a dim of size 1 has the stride of a contiguous one, as `Tensor.view` gives it
+        count, first = 1, contiguous_stride  # a dim of size 1 has the stride of a contiguous one, as `Tensor.view` gives it
         for dim in reversed(dims):
             if size[dim] != 1:
                 if count == 1:
@@ -165,7 +165,7 @@ def _pack_layout(
                 count *= size[dim]
         sizes.append(count)
         steps.append(first)
-        inner = count * first
+        contiguous_stride = count * first
     return tuple(reversed(sizes)), tuple(reversed(steps))
 
 

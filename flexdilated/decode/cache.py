@@ -141,7 +141,7 @@ class DilatedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values allocated, on this rank, those recorded for `crop` among them."""
-        recorded = (x for past in self._past for x in (past.new.k, past.new.v, *(row for old in past.stores for row in old.rows)))
+        recorded = (x for past in self._past for x in (past.new.k, past.new.v, *(row for copy in past.stores for row in copy.rows)))
         return sum(store.k.nbytes + store.v.nbytes for store in self._stores) + sum(x.nbytes for x in recorded)
 
     def new_positions(self, num_tokens: int, *, shard_lengths: Sequence[int] | None = None) -> Tensor:

@@ -92,17 +92,17 @@ class Layout:
         It is below 0, or past the last token, if the row stores none. `places`: those of another rank.
         """
         places = self.places if places is None else places
-        last = lengths[:, None, None] - 1
-        starts = last // self.lengths_of_segments * self.lengths_of_segments + self.offsets  # (B, heads, branches)
+        last_position = lengths[:, None, None] - 1
+        starts = last_position // self.lengths_of_segments * self.lengths_of_segments + self.offsets  # (B, heads, branches)
         positions = [starts[..., i, None] + x for i, x in enumerate(places)]
         if self.near.window:
-            positions[self.ring] = self._in_window(last, places[self.ring]).expand_as(positions[self.ring])
+            positions[self.ring] = self._in_window(last_position, places[self.ring]).expand_as(positions[self.ring])
         return positions
 
-    def _in_window(self, last: Tensor, places: Tensor) -> Tensor:
-        """The position that each row of a window stores after token `last` `(B, 1, 1)`, as `positions`: `(B, 1, rows)`."""
+    def _in_window(self, last_position: Tensor, places: Tensor) -> Tensor:
+        """The position that each row of a window stores after `last_position` `(B, 1, 1)`, as `positions`: `(B, 1, rows)`."""
         window = self.near.window
-        return torch.where(places < window, last - (last - places) % window, -1)
+        return torch.where(places < window, last_position - (last_position - places) % window, -1)
 
     def last_positions(self, rank: int, end: Tensor) -> Tensor:
         """`(B, heads, sum of rows)`: the position that each row of a rank holds after the first `end` `(B,)` tokens, or -1."""
@@ -168,9 +168,9 @@ class Layout:
     def _plan(self, positions: Tensor, is_new: Tensor | None) -> StepPlan:
         keeps = self.keeps(positions[:, None])
         unreached = ~keeps.any(-1, keepdim=True)
-        seen = torch.cat(self.stored_seen(positions[:, None], positions + 1, keeps), dim=-1)  # the token itself is stored
+        seen_rows = torch.cat(self.stored_seen(positions[:, None], positions + 1, keeps), dim=-1)  # the token itself is stored
         if self.num_ranks == 1:  # kernels disagree on a row without a key: let it see everything, and drop what it gives
-            seen = seen | unreached
+            seen_rows = seen_rows | unreached
         stores = keeps[:, :, 0] & (positions[:, None] < self.ends)[:, None]
         stores = stores if is_new is None else stores & is_new[:, None, None]
         if self.num_ranks > 1:
@@ -180,7 +180,7 @@ class Layout:
         return StepPlan(
             places[..., None].expand(-1, -1, -1, self.head_dim),
             ~stores.any(-1)[..., None, None],
-            torch.where(seen, self.bias_seen, self.bias_hidden),
+            torch.where(seen_rows, self.bias_seen, self.bias_hidden),
             unreached,
         )
 
@@ -196,20 +196,20 @@ class Layout:
         positions, counts = tuple(min(p, first + p % self.period) for p in lengths.tolist()), added.tolist()
         return _plan_of(self, positions, None if all(counts) else tuple(n > 0 for n in counts))
 
-    def why_lost(self, new: int, old: int, stored: int, sequence: int) -> str | None:
-        """Why a sequence of `old` tokens, after `stored` of which nothing was stored, cannot be cut to `new`; None if it can."""
+    def why_lost(self, length: int, num_seen: int, stored: int, sequence: int) -> str | None:
+        """Why a sequence of `num_seen` tokens, the first `stored` of them stored, cannot be cut to `length`; None if it can."""
         window, num_global = self.near
         # Token p replaced token p - window. The queries up to p - 1 see the replaced token, unless it is a global one.
-        if (first := max(new - window + 1, num_global)) < new and stored > first + window:
+        if (first := max(length - window + 1, num_global)) < length and stored > first + window:
             return (
-                f"length must keep the keys of the window={window} before it stored, got {new} of {old} tokens in sequence "
+                f"length must keep the keys of the window={window} before it stored, got {length} of {num_seen} tokens in sequence "
                 f"{sequence}: later tokens replaced some of them; decode that sequence again, or set records_past before the calls"
             )
         for w, _ in self.segments:
-            if new % w and (stored - 1) // w != new // w:
+            if length % w and (stored - 1) // w != length // w:
                 return (
-                    f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
-                    f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence again"
+                    f"length must end in the segment that is stored, or where one begins, got {length} of {num_seen} tokens in "
+                    f"sequence {sequence}: segment {length // w} of segment_length={w} is overwritten; decode that sequence again"
                 )
         return None
 
@@ -233,7 +233,7 @@ def _size_of(plan: StepPlan, layout: Layout, positions: tuple[int, ...], is_new:
 @in_no_mode
 def _plan_of(layout: Layout, positions: tuple[int, ...], is_new: tuple[bool, ...] | None) -> StepPlan:
     device = layout.offsets.device  # not the default device
-    new = None if is_new is None else torch.tensor(is_new, device=device)
-    plan = layout._plan(torch.tensor(positions, device=device), new)
+    new_tokens = None if is_new is None else torch.tensor(is_new, device=device)
+    plan = layout._plan(torch.tensor(positions, device=device), new_tokens)
     unstored, unreached = (x if x is not None and bool(x.any()) else None for x in (plan.unstored, plan.unreached))
     return plan._replace(unstored=unstored, unreached=unreached)

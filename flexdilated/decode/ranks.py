@@ -164,7 +164,7 @@ def draw_alike(mesh: DeviceMesh, following: Tensor, *settings: object) -> Tensor
 def check_same(
     rows: Tensor,
     ranks: Sequence[int],
-    what: str = "lengths of a cache and of a call",
+    subject: str = "lengths of a cache and of a call",
     prefix: str = "",
     hint: str = "every rank makes the same calls",
 ) -> None:
@@ -174,12 +174,12 @@ def check_same(
     """
     is_same = (rows == rows[0]).all(dim=1)
     if rows.device.type != "cpu":
-        torch._assert_async(is_same.all(), f"{what} must be the same on all ranks")
+        torch._assert_async(is_same.all(), f"{subject} must be the same on all ranks")
     elif not bool(is_same.all()):
-        other = int(is_same.int().argmin())
+        differing = int(is_same.int().argmin())
         raise ValueError(
-            f"{what} must be the same on all ranks, got {prefix}{rows[0].tolist()} on rank {ranks[0]} and "
-            f"{rows[other].tolist()} on rank {ranks[other]}; {hint}"
+            f"{subject} must be the same on all ranks, got {prefix}{rows[0].tolist()} on rank {ranks[0]} and "
+            f"{rows[differing].tolist()} on rank {ranks[differing]}; {hint}"
         )
 
 

@@ -46,8 +46,8 @@ class Fields:
         """The fields as JSON, each value as the function `shown` writes it; the fields of a dict as `name.key`."""
         texts: dict[str, str] = {}
         for name, value in self._values.items():
-            inner = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-            texts |= {key: shown(item) for key, item in inner.items()}
+            fields_of_value = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+            texts |= {key: shown(item) for key, item in fields_of_value.items()}
         return json.dumps(texts).encode()
 
 
@@ -157,10 +157,10 @@ def named(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {short([str(rank) for rank in ranks], ', ', 'ranks')}"
 
 
-def short(items: Sequence[str], separator: str, what: str) -> str:
+def short(items: Sequence[str], separator: str, unit: str) -> str:
     """The first items, and how many there are if more."""
     text = separator.join(items[:MOST_ITEMS])
-    return text if len(items) <= MOST_ITEMS else f"{text}, ... ({len(items)} {what})"
+    return text if len(items) <= MOST_ITEMS else f"{text}, ... ({len(items)} {unit})"
 
 
 def shown(value: object) -> str:

@@ -122,12 +122,12 @@ class Wrap(NamedTuple):
 
     def around(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """DTensors of which `out` and `lse` are this rank's part."""
-        whole = self._whole(out, self.placements, self.shape)
+        whole_out = self._whole(out, self.placements, self.shape)
         if lse is None:
-            return whole, None
+            return whole_out, None
         lse_dims = {BATCH: 0, TOKENS: 2, HEADS: 1}
         placements = tuple(Replicate() if dim is None else Shard(lse_dims[dim]) for dim in self.dims)
-        return whole, self._whole(lse, placements, Size((self.shape[0], self.shape[2], self.shape[1])))
+        return whole_out, self._whole(lse, placements, Size((self.shape[0], self.shape[2], self.shape[1])))
 
     def _whole(self, x: Tensor, placements: tuple[Placement, ...], shape: Size) -> DTensor:
         return DTensor.from_local(x, self.mesh, placements, run_check=False, shape=shape, stride=_strides(shape))

@@ -148,7 +148,7 @@ def _gather(
     with one_call(group) as number:
         refuse_shards_of_torch(group.size())
         # Memory before the first collective: a rank that fails between two collectives would leave the others in the second.
-        whole, padded = _whole(x, lengths, dim), _padded(x, lengths[rank : rank + 1], max(lengths), dim)
+        sequence, padded = _whole(x, lengths, dim), _padded(x, lengths[rank : rank + 1], max(lengths), dim)
         shards = padded.new_empty(len(lengths), *padded.shape[1:])
         own_fields = {
             "reduce_gradients": reduces,
@@ -157,13 +157,13 @@ def _gather(
         }
         fields = Fields({"call": "unshard_sequence", **_described(x, lengths, dim), **own_fields})
         compare(group, x.device, fields, (number,), each_time=True)  # collectives have no tags
-        if whole.numel() > 0:  # on every rank
+        if sequence.numel() > 0:  # on every rank
             parts = list(shards.view(-1).view(torch.uint8).chunk(len(lengths)))  # as bytes: gloo knows few dtypes
             with explained(f"call {number} over this mesh, unshard_sequence"):
                 dist.all_gather(parts, padded.view(-1).view(torch.uint8), group=group)
-        for shard, part in zip(shards, whole.split(list(lengths), dim)):
+        for shard, part in zip(shards, sequence.split(list(lengths), dim)):
             part.copy_(shard[: part.shape[dim]].movedim(0, dim))
-        return whole, torch.tensor(number)
+        return sequence, torch.tensor(number)
 
 
 @_gather.register_fake
@@ -236,8 +236,8 @@ def _save_of_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Each rank's whole is added to all shards: its derivative is the whole of their derivatives."""
     differentiates = torch.is_grad_enabled() and grad.requires_grad
-    whole, _ = _gather(grad.contiguous(), unknown(grad.device), *ctx.options, [], True, differentiates)
-    return whole, *[None] * 5
+    sequence, _ = _gather(grad.contiguous(), unknown(grad.device), *ctx.options, [], True, differentiates)
+    return sequence, *[None] * 5
 
 
 _gather.register_autograd(_differentiate, setup_context=_save)

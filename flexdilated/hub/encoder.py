@@ -135,8 +135,8 @@ class LongNetEncoder(nn.Module):
         """
         states = self.hidden_states(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, shard_lengths=shard_lengths)
         for state in states:
-            last = state
-        return self.layer_norm(last)
+            output = state
+        return self.layer_norm(output)
 
     def hidden_states(
         self,

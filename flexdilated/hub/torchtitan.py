@@ -188,7 +188,7 @@ def dilated_flex(
         ValueError: If there is no such pattern, or a backend or exchange is unknown.
         TypeError: If the pattern is neither a pattern nor a mapping.
     """
-    fields = _fields(pattern, backend, exchange, old=config)
+    fields = _fields(pattern, backend, exchange, replaced=config)
     return DilatedInnerAttention.Config(**fields, block_size=config.block_size)
 
 
@@ -205,7 +205,7 @@ def dilated_varlen(
     """
     if tuple(config.window_size) != (-1, 0):
         raise ValueError(f"window_size must be (-1, 0) for a dilated pattern to say what is seen, got {config.window_size}")
-    fields = _fields(pattern, backend, "auto", old=config)
+    fields = _fields(pattern, backend, "auto", replaced=config)
     return DilatedVarlenAttention.Config(**fields)
 
 
@@ -236,11 +236,11 @@ def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | 
         dist.all_gather(shards, local, mesh.get_group())
         starts = torch.cat(shards, dim=1).bool()
     first = torch.where(starts, torch.arange(total, device=device), 0).cummax(1).values[:, rank * length :][:, :length]
-    good = (sees(positions) & ~sees(positions + 1) & sees(first) & ~sees(first - 1)).all()
+    is_valid = (sees(positions) & ~sees(positions + 1) & sees(first) & ~sees(first - 1)).all()
     if mesh is not None:
-        good = good.long()
-        dist.all_reduce(good, dist.ReduceOp.MIN, mesh.get_group())
-    if not bool(good):
+        is_valid = is_valid.long()
+        dist.all_reduce(is_valid, dist.ReduceOp.MIN, mesh.get_group())
+    if not bool(is_valid):
         raise ValueError(
             "attention_masks must be the causal mask of packed documents over contiguous shards, got another; the pattern says "
             "what else is seen, and --parallelism.context_parallel_load_balancer must be None"
@@ -248,13 +248,13 @@ def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | 
     return starts
 
 
-def _fields(pattern: DilatedPattern | Mapping[str, Any], backend: str, exchange: str, old: Any) -> dict[str, Any]:
+def _fields(pattern: DilatedPattern | Mapping[str, Any], backend: str, exchange: str, replaced: Any) -> dict[str, Any]:
     """The fields of a config in place of torchtitan's own."""
     for name, value, choices in (("backend", backend, ("auto", *BACKENDS)), ("exchange", exchange, EXCHANGES)):
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     pattern = pattern if isinstance(pattern, DilatedPattern) else DilatedPattern.from_dict(pattern)
-    inherited = {"param_init": old.param_init, "sharding_config": old.sharding_config}
+    inherited = {"param_init": replaced.param_init, "sharding_config": replaced.sharding_config}
     return {"pattern": pattern, "backend": backend, "exchange": exchange, **inherited}
 
 

@@ -99,8 +99,8 @@ def band_lists(num_rows: int, num_columns: int, band: tuple[int, int], block_siz
         full_first = _ceil_div((end - 1 + band[0]).clamp(min=0), block_size)
         full_last = (start + band[1] + 1).clamp(max=num_columns).div(block_size, rounding_mode="floor") - 1
         full_last[end - start < block_size] = -1
-        seen = (last >= first).nonzero()[:, 0]
-        row, column = _expand(seen, first[seen] // block_size, last[seen] // block_size)
+        nonempty = (last >= first).nonzero()[:, 0]
+        row, column = _expand(nonempty, first[nonempty] // block_size, last[nonempty] // block_size)
         full = (column >= full_first[row]) & (column <= full_last[row]) & separate_full
         return _listed(row, column, full, len(start))
 
@@ -148,7 +148,7 @@ def _near_runs(
     row = torch.arange(len(starts))
     runs = []
     if near.window:
-        before, after = (0 if direction == other else near.window - 1 for other in ("after", "before"))
+        before, after = (0 if direction == opposite else near.window - 1 for opposite in ("after", "before"))
         runs.append((row, (starts - before).clamp(min=0), (ends - 1 + after).clamp(max=seq_len - 1)))
     if near.global_tokens:
         first, last = torch.zeros_like(row), torch.full_like(row, near.global_tokens - 1)
@@ -229,7 +229,7 @@ def _completed(
     near = next((branch for branch in branches if isinstance(branch, Near)), NONE)
     lengths = sorted({branch.length for branch in segments if branch.rate == 1})
     rates = {branch.rate for branch in segments if branch.rate > 1}
-    prime = [r for r in rates if not any(r % other == 0 for other in rates - {r})]
+    prime = [r for r in rates if not any(r % divisor == 0 for divisor in rates - {r})]
     run = min(row_size, column_size)
     is_settled = not prime or (all(lengths[-1] % w == 0 for w in lengths) and sum(ceil(run / r) for r in prime) < run)
     if is_settled and not near:

@@ -276,9 +276,9 @@ class MultiheadDilatedAttention(nn.Module):
         weight, out = module.in_proj_weight, module.out_proj
         if not isinstance(out, nn.Linear):
             raise ValueError(f"module must have a plain out_proj, got {type(out).__name__}")
-        inner = _kind((module.embed_dim,) * 2, weight, module.in_proj_bias)
-        if (outer := _kind(tuple(out.weight.shape), out.weight, out.bias)) != inner:
-            raise ValueError(f"module must have an out_proj like its in_proj, of {inner}, got {outer}")
+        in_kind = _kind((module.embed_dim,) * 2, weight, module.in_proj_bias)
+        if (out_kind := _kind(tuple(out.weight.shape), out.weight, out.bias)) != in_kind:
+            raise ValueError(f"module must have an out_proj like its in_proj, of {in_kind}, got {out_kind}")
         converted = cls(
             module.embed_dim,
             module.num_heads,

@@ -139,11 +139,11 @@ class LongNetLM(nn.Module):
             )
         if last_only and caches is not None:
             num_tokens = x.shape[1] if shard_lengths is None else sum(shard_lengths)
-            last = x.new_full(x.shape[:1], num_tokens - 1, dtype=torch.int64) if lengths is None else (lengths - 1).clamp(min=0)
+            index = x.new_full(x.shape[:1], num_tokens - 1, dtype=torch.int64) if lengths is None else (lengths - 1).clamp(min=0)
             if shard_lengths is None or caches[0].mesh is None:
-                x = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
+                x = x.gather(1, index[:, None, None].expand(-1, 1, x.shape[2]))
             else:
-                x = gather_tokens(x, last, caches[0].mesh, shard_lengths=shard_lengths)
+                x = gather_tokens(x, index, caches[0].mesh, shard_lengths=shard_lengths)
         return self._logits(self.layer_norm(x))
 
     def _check_forward(

@@ -173,10 +173,10 @@ class XPos(Rotary):
         within = positions if self.period is None else positions % self.period
         if length is None:
             return self._rotation(positions, within - (within.min() + within.max()) // 2, log_growth, dtype)
-        last: Tensor | int = reach - 1
+        last_position: Tensor | int = reach - 1
         if cu_seqlens is not None and cu_seqlens.numel() > 1:  # fewer are refused where they are used
-            last = cu_seqlens.to(positions.device).diff().max().clamp(max=reach) - 1
-        return self._rotation(positions, within - last // 2, log_growth, dtype)
+            last_position = cu_seqlens.to(positions.device).diff().max().clamp(max=reach) - 1
+        return self._rotation(positions, within - last_position // 2, log_growth, dtype)
 
     def decode(self, positions: Tensor, *, max_length: int | None = None, dtype: torch.dtype | None = None) -> Rotation:
         """The rotation of `(B, N)` positions, such that keys rotated in one call meet queries rotated in any other.

@@ -101,14 +101,14 @@ def definition_jobs(
 
     Calls with grouped heads come first: their backward has changed most since its last run on a GPU.
     """
-    one = Case("plain", pattern, num_tokens=num_tokens, kv_heads=2, lse_gradient=False)
+    plain = Case("plain", pattern, num_tokens=num_tokens, kv_heads=2, lse_gradient=False)
     # Documents: one token, an empty one, enough short ones that pieces share a launch, and a long one.
     cut = (0, 1, 1, *(num_tokens * i // 30 for i in range(1, 11)), num_tokens)
     options = (
-        one,
-        replace(one, name="gradient of lse", lse_gradient=True),
-        replace(one, name="mask", batch=2, ignored=0.3),
-        replace(one, name="documents", borders=cut),
+        plain,
+        replace(plain, name="gradient of lse", lse_gradient=True),
+        replace(plain, name="mask", batch=2, ignored=0.3),
+        replace(plain, name="documents", borders=cut),
     )
 
     def job(case: Case, group: int, head_dim: int, is_causal: bool) -> Job:
@@ -187,12 +187,12 @@ def verdict(compare: Callable[[], None]) -> str:
 def against_definition(make: Make, name: str, case: Case, device: str) -> Verdicts:
     """Check that no error exceeds `ERRORS` times the largest error of plain PyTorch without mask and documents."""
     run, around, dtype = make(name, case, device)
-    tensors, one = case.tensors(dtype, device), replace(case, ignored=None, borders=None, lse_gradient=False)
+    tensors, unmasked = case.tensors(dtype, device), replace(case, ignored=None, borders=None, lse_gradient=False)
     plain = differentiate(
-        lambda q, k, v: (dense_attention(q, k, v, case.pattern, is_causal=case.is_causal),) * 2, *one.tensors(dtype, device)
+        lambda q, k, v: (dense_attention(q, k, v, case.pattern, is_causal=case.is_causal),) * 2, *unmasked.tensors(dtype, device)
     )
-    whole, expected = definition(one, dtype, device), definition(case, dtype, device)
-    allowed = [LSE_ERROR if i == 1 else max(LEAST_ERROR, ERRORS * largest_error(x, whole[i])) for i, x in enumerate(plain)]
+    exact_unmasked, expected = definition(unmasked, dtype, device), definition(case, dtype, device)
+    allowed = [LSE_ERROR if i == 1 else max(LEAST_ERROR, ERRORS * largest_error(x, exact_unmasked[i])) for i, x in enumerate(plain)]
 
     def compare(actual: Iterable[Tensor], first: int) -> None:
         for i, x in enumerate(actual, first):
@@ -221,32 +221,32 @@ def examined(jobs: Sequence[Job], device: str, processes: int, done: Callable[[]
         Exception: If a job cannot compute the expected results.
     """
     if processes == 0:
-        found = []
+        verdicts = []
         for job in jobs:
-            found.append(examine(job, device))
+            verdicts.append(examine(job, device))
             done()
-        return found
+        return verdicts
 
-    def outcomes(some: Sequence[Job], workers: int) -> list[Verdicts | BaseException]:
+    def outcomes(batch: Sequence[Job], workers: int) -> list[Verdicts | BaseException]:
         ignore = (signal.SIGINT, signal.SIG_IGN)  # only this process acts on Ctrl-C
         pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=signal.signal, initargs=ignore)
         with pool, _children_end_with_interrupts():
-            futures = [pool.submit(examine, job, device) for job in some]
+            futures = [pool.submit(examine, job, device) for job in batch]
             for future in futures:
                 future.add_done_callback(lambda future: done())
             return [future.exception() or future.result() for future in futures]
 
     results = outcomes(jobs, processes)
-    again = [i for i, each in enumerate(results) if isinstance(each, BaseException) or _failed(each)]
+    failed = [i for i, result in enumerate(results) if isinstance(result, BaseException) or _failed(result)]
     with ThreadPoolExecutor(processes) as threads, _children_end_with_interrupts():
-        for i, (each,) in zip(again, threads.map(lambda i: outcomes([jobs[i]], 1), again)):
-            results[i] = each
-    found = []
-    for each in results:
-        if isinstance(each, BaseException) and not isinstance(each, BrokenProcessPool):
-            raise each
-        found.append(dict.fromkeys(("forward", "backward"), ENDED) if isinstance(each, BaseException) else each)
-    return found
+        for i, (result,) in zip(failed, threads.map(lambda i: outcomes([jobs[i]], 1), failed)):
+            results[i] = result
+    verdicts = []
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, BrokenProcessPool):
+            raise result
+        verdicts.append(dict.fromkeys(("forward", "backward"), ENDED) if isinstance(result, BaseException) else result)
+    return verdicts
 
 
 @contextmanager

@@ -107,8 +107,8 @@ def tune(
     names = [candidate for candidate in CANDIDATES if everything or candidate.name not in SLOW]
     plan = Plan(tuple(names), tuple(itertools.product(dtypes, head_dims)), ALL_LENGTHS if everything else LENGTHS)
     reasons = {c.backend: [_why_not(c, hardware, *setting) for setting in plan.settings] for c in plan.candidates}
-    if all(reason is not None for each in reasons.values() for reason in each):
-        why = "; ".join(f"{name}: {each[0]}" for name, each in reasons.items())
+    if all(reason is not None for backend_reasons in reasons.values() for reason in backend_reasons):
+        why = "; ".join(f"{name}: {backend_reasons[0]}" for name, backend_reasons in reasons.items())
         return Tuning(reason=f"nothing to tune on {hardware}: backend='auto' takes 'sdpa' there ({why})")
     environment = measured.environment(torch.cuda.get_device_name(place), hardware.capability)
     processes = min(8, os.cpu_count() or 1) if processes is None else processes
@@ -121,8 +121,8 @@ class Progress:
     LENGTH = 4
 
     def __init__(self, plan: Plan, show: Callable[[str, float], object]) -> None:
-        each = 8 * len(plan.candidates) + len(WAYS) * len(plan.lengths) * self.LENGTH
-        self.done, self.total, self.text, self.show = 0, each * len(plan.settings), "", show
+        steps_per_setting = 8 * len(plan.candidates) + len(WAYS) * len(plan.lengths) * self.LENGTH
+        self.done, self.total, self.text, self.show = 0, steps_per_setting * len(plan.settings), "", show
 
     def begin(self, text: str) -> None:
         self.text = text
@@ -151,15 +151,15 @@ def run(
             rows: list[Json] = []
             constants: tuple[str, ...] = ()
             for way in WAYS:
-                timed, chosen = _time(plan, setting, device, progress, checks, way=way, constants=constants)
-                rows, constants = rows + timed, constants + chosen
+                timed, faster_constants = _time(plan, setting, device, progress, checks, way=way, constants=constants)
+                rows, constants = rows + timed, constants + faster_constants
                 about = {"dtype": dtype_name(setting[0]), "head_dim": setting[1]}
-                found = {"measured": rows, "forms": [{"constants": constants}], "checks": checks}
-                kept = _read(path, environment)  # another process may have added to it
-                for part, entries in found.items():
-                    others = [e for e in kept[part] if not about.items() <= e.items()]
-                    kept[part] = others + [about | entry for entry in entries]
-                save(kept | {"date": datetime.now(timezone.utc).date().isoformat()}, path)
+                measured_parts = {"measured": rows, "forms": [{"constants": constants}], "checks": checks}
+                content = _read(path, environment)  # another process may have added to it
+                for part, entries in measured_parts.items():
+                    other_entries = [e for e in content[part] if not about.items() <= e.items()]
+                    content[part] = other_entries + [about | entry for entry in entries]
+                save(content | {"date": datetime.now(timezone.utc).date().isoformat()}, path)
     except KeyboardInterrupt:
         is_complete = False
     if not (dist.is_available() and dist.is_initialized()):  # ranks that have compared what they read must not change it
@@ -167,8 +167,8 @@ def run(
         launch = sys.modules.get("flexdilated.backends.triton.launch")
         if launch is not None:
             launch.PLANS.clear()  # launches planned in forms that this process read before
-    kept = _read(path, environment)
-    return Tuning(path if "date" in kept else None, kept, is_complete=is_complete)
+    content = _read(path, environment)
+    return Tuning(path if "date" in content else None, content, is_complete=is_complete)
 
 
 def _read(path: Path, environment: Json) -> Json:
@@ -198,15 +198,15 @@ def _check(plan: Plan, setting: tuple[torch.dtype, int], device: torch.device, p
     dtype, head_dim = setting
     progress.begin(f"{dtype_name(dtype)}, head dim {head_dim}: compiling and checking")
     able = [c.name for c in plan.candidates if _why_not(c, detect(device), *setting) is None]
-    what = (plan.checked, plan.checked_tokens, plan.group, (head_dim,))
-    jobs = [job for c in able for job in definition_jobs(partial(make, dtype), c, *what, half=True)]
+    job_options = (plan.checked, plan.checked_tokens, plan.group, (head_dim,))
+    jobs = [job for c in able for job in definition_jobs(partial(make, dtype), c, *job_options, half=True)]
     verdicts = examined(jobs, str(device), processes, progress.add)
-    if jobs and all(text == ENDED for found in verdicts for text in found.values()):
+    if jobs and all(text == ENDED for job_verdicts in verdicts for text in job_verdicts.values()):
         raise RuntimeError('no check ran: its processes ended; call tune() under `if __name__ == "__main__":`, or with processes=0')
     return [
         {"candidate": job.candidate, "form": job.form(way), "case": job.case.name, "found": text}
-        for job, found in zip(jobs, verdicts)
-        for way, text in found.items()
+        for job, job_verdicts in zip(jobs, verdicts)
+        for way, text in job_verdicts.items()
     ]
 
 
@@ -230,21 +230,21 @@ def _time(
     for tokens in plan.lengths:
         call = "training" if training else "inference"
         progress.begin(f"{dtype_name(dtype)}, head dim {head_dim}: timing {call} at {tokens:,} tokens")
-        found: dict[str, str] = {}
+        verdicts: dict[str, str] = {}
         with suppress(torch.OutOfMemoryError):
-            calls = dict(_calls(able, inputs(tokens, head_dim, dtype, device), constants, found, training=training))
+            calls = dict(_calls(able, inputs(tokens, head_dim, dtype, device), constants, verdicts, training=training))
             times = in_turns(calls, device, plan.rounds)
             rows.append({"training": training, "tokens": tokens, "ms": {c: round(1e3 * s, 4) for c, s in times.items()}})
-        able = [c for c in able if not found.get(c.name, "").startswith(WRONG)]
-        checks += [{"candidate": c, "form": way, "case": f"beside sdpa at {tokens} tokens", "found": found[c]} for c in found]
+        able = [c for c in able if not verdicts.get(c.name, "").startswith(WRONG)]
+        checks += [{"candidate": c, "form": way, "case": f"beside sdpa at {tokens} tokens", "found": verdicts[c]} for c in verdicts]
         progress.add(Progress.LENGTH)
     best = _best(able, rows)
     for row in rows:
         ms = row["ms"]
         for c in able:
             if not c.is_form:
-                own = ms.get(best.name if c.backend == "triton" and best else c.name)
-                row[f"{c.backend}_over_sdpa"] = None if own is None else round(own / ms["sdpa"], 3)
+                backend_ms = ms.get(best.name if c.backend == "triton" and best else c.name)
+                row[f"{c.backend}_over_sdpa"] = None if backend_ms is None else round(backend_ms / ms["sdpa"], 3)
         row["form"] = best.name if best else None
         if "dense" in ms:
             least = min(ms[c] for c in ("sdpa", *(c.name for c in able)) if c in ms)
@@ -256,15 +256,15 @@ def _is_right(candidate: Candidate, way: str, checks: Sequence[Json]) -> bool:
     """Whether to time a candidate: a form only in its own direction, and only if it is right for all numbers of heads."""
     if candidate.direction not in (None, way):
         return False
-    forms = [f"{each}{heads}" for each in WAYS[: WAYS.index(way) + 1] for heads in ("", ", grouped heads")[: 1 + candidate.is_form]]
-    own = [c["found"] for c in checks if c["candidate"] == candidate.name and c["form"] in forms]
-    return "right" in own and not any(text.startswith(WRONG) for text in own)
+    forms = [f"{form}{heads}" for form in WAYS[: WAYS.index(way) + 1] for heads in ("", ", grouped heads")[: 1 + candidate.is_form]]
+    verdicts = [c["found"] for c in checks if c["candidate"] == candidate.name and c["form"] in forms]
+    return "right" in verdicts and not any(text.startswith(WRONG) for text in verdicts)
 
 
 def _calls(
-    able: Sequence[Candidate], x: tuple[Any, ...], constants: tuple[str, ...], found: dict[str, str], *, training: bool
+    able: Sequence[Candidate], x: tuple[Any, ...], constants: tuple[str, ...], verdicts: dict[str, str], *, training: bool
 ) -> Iterator[tuple[str, TimedCall]]:
-    """Calls that run and agree with sdpa, after one call each. `found` gets the verdicts of the others, except out of memory."""
+    """Calls that run and agree with sdpa, after one call each. `verdicts` gets the verdicts of the others, except out of memory."""
     expected: tuple[torch.Tensor, ...] = ()
     for candidate in (Candidate("sdpa", "sdpa"), *able, Candidate("dense", "dense")):
         name, plain = candidate.name, dense_call(x, training=training) if candidate.name == "dense" else None
@@ -279,11 +279,11 @@ def _calls(
             if name == "sdpa":
                 raise
             if name != "dense":
-                found[name] = f"failed: {type(error).__name__}: {error}"[:400]
+                verdicts[name] = f"failed: {type(error).__name__}: {error}"[:400]
             continue
         expected = expected or actual
         if name != "dense" and (text := verdict(partial(_assert_near, actual, expected))) != "right":
-            found[name] = text
+            verdicts[name] = text
             continue
         yield name, call
 
@@ -324,9 +324,9 @@ def _pairs(tokens: int) -> float:
     return PATTERN.count_pairs(tokens, NUM_HEADS, is_causal=True) / (NUM_HEADS * (tokens // rows) * rows * (rows + 1) / 2)
 
 
-def chosen(kept: Json, entry: Json) -> str:
+def chosen(content: Json, entry: Json) -> str:
     """What `backend="auto"` takes for the calls of a measured entry: a backend, or a form of the Triton kernels."""
-    backend, is_right = faster(entry), measured.checked(kept["checks"])
+    backend, is_right = faster(entry), measured.checked(content["checks"])
     if any(is_right.get((backend, way, entry["dtype"])) is False for way in WAYS[: 1 + entry["training"]]):
         return "sdpa"
     return str(entry["form"]) if backend == "triton" else backend

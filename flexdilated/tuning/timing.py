@@ -54,11 +54,11 @@ def _call(attend: Callable[[Tensor, Tensor, Tensor], Tensor], x: Inputs, *, trai
 
 def in_turns(calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:
     """The median time of each call in seconds, one call of each in every round."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times_of_calls: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            found[name].append(seconds(call, device))
-    return {name: statistics.median(times) for name, times in found.items()}
+            times_of_calls[name].append(seconds(call, device))
+    return {name: statistics.median(times) for name, times in times_of_calls.items()}
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:

@@ -141,8 +141,8 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _cache_of(arguments: dict[str, Any]) -> Any:
     """The cache that a call is given, by its new name or its old one."""
-    old = arguments.get("past_key_values")
-    return arguments.get(CACHE) if old is None else old
+    old_cache = arguments.get("past_key_values")
+    return arguments.get(CACHE) if old_cache is None else old_cache
 
 
 def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
@@ -212,9 +212,9 @@ def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     tokens = arguments["inputs_embeds"] if tokens is None else tokens
     cache = _cache_of(arguments)
     if cache is not None or arguments.get("use_cache"):
-        given = "use_cache=True" if cache is None else type(cache).__name__
+        cache_given = "use_cache=True" if cache is None else type(cache).__name__
         raise NotImplementedError(
-            f"use_cache must be False and {CACHE} None {SHARDED}, got {given}; a model without a mesh generates"
+            f"use_cache must be False and {CACHE} None {SHARDED}, got {cache_given}; a model without a mesh generates"
         )
     parameters = inspect.signature(module.forward).parameters
     if "use_cache" in parameters:

@@ -56,11 +56,11 @@ def set_pattern(
             config's key/value heads. A model is causal where its class or the config's `architectures` say so; others warn in the
             first call.
     """
-    given = type(config).__name__
+    type_name = type(config).__name__
     if isinstance(config, nn.Module):
         config = getattr(config, "config", config)
     if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"config must be a config of the transformers library, or a model that has one, got {given}")
+        raise TypeError(f"config must be a config of the transformers library, or a model that has one, got {type_name}")
     if not isinstance(pattern, DilatedPattern) and pattern != "auto":
         raise TypeError(f"pattern must be a DilatedPattern or 'auto', got {type(pattern).__name__}")
     _refuse_parts(config)
@@ -68,7 +68,7 @@ def set_pattern(
     if getattr(config, "self_attn", None) is False:  # PatchTSMixer: attention is optional
         raise NotImplementedError(f"config.self_attn must be True with {NAME!r} attention, got False: there is no attention")
     check_type(config)
-    names = (given, *(getattr(config, "architectures", None) or ()))  # a model that was not loaded has no architectures
+    names = (type_name, *(getattr(config, "architectures", None) or ()))  # a model that was not loaded has no architectures
     heads, is_causal = count_kv_heads(config), any("CausalLM" in name for name in names)
     if not isinstance(pattern, DilatedPattern):
         pattern = _chosen(config, heads, tokens, 0.1 if budget is None else budget, is_causal=is_causal)
@@ -124,10 +124,10 @@ def pattern_of_layer(layer: nn.Module) -> DilatedPattern:
     config: Any = layer.config
     if torch.compiler.is_compiling():
         return pattern_of(config)
-    text, kept = repr(getattr(config, "dilated_pattern", None)), _patterns.get(layer)
-    if kept is None or kept[0] != text:
-        kept = _patterns[layer] = text, pattern_of(config)
-    return kept[1]
+    text, last_read = repr(getattr(config, "dilated_pattern", None)), _patterns.get(layer)
+    if last_read is None or last_read[0] != text:
+        last_read = _patterns[layer] = text, pattern_of(config)
+    return last_read[1]
 
 
 _patterns: WeakKeyDictionary[nn.Module, tuple[str, DilatedPattern]] = WeakKeyDictionary()
