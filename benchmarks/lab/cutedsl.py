@@ -33,7 +33,7 @@ from flexdilated import DilatedPattern
 from flexdilated.backends.dense import flash_kernels
 from flexdilated.backends.kernel import GRID_LIMIT, Options
 from flexdilated.core.pieces import plan_pieces
-from flexdilated.core.slabs import box, pack_view, view_parts
+from flexdilated.core.slabs import box, pack, view_parts
 
 MULTIPROCESSORS = {90: 132, 100: 148, 103: 148, 110: 20}
 USUAL_LEVELS, USUAL_HEAD_DIMS = (90, 100), (64, 128)
@@ -93,9 +93,9 @@ def calls(form: Form, head_dim: int) -> Iterator[tuple[Tensor, Tensor]]:
     for piece in plan_pieces(DilatedPattern.longnet(), ((0, NUM_TOKENS),), kv_heads, form.is_causal):
         for part in view_parts(piece, 1, NUM_TOKENS, form.group, GRID_LIMIT, offsets_apart=has_groups):
             boxes = box(q, piece, group=form.group)[part], box(k, piece)[part]
-            some_q, some_k = (pack_view(x, offsets_apart=has_groups) for x in boxes)
-            assert some_q is not None
-            assert some_k is not None
+            some_q, some_k = (pack(x, offsets_apart=has_groups) for x in boxes)
+            assert some_q._is_view()
+            assert some_k._is_view()
             yield some_q, some_k
 
 

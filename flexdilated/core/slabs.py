@@ -90,12 +90,6 @@ def pack(rows: Tensor, *, offsets_apart: bool = False) -> Tensor:
     return rows.reshape(_packed_shape(rows.shape, offsets_apart))
 
 
-def pack_view(rows: Tensor, *, offsets_apart: bool = False) -> Tensor | None:
-    """All rows of a slab as `pack` gives them, where strides make that a view, else None."""
-    layout = _pack_layout(rows.shape, rows.stride(), offsets_apart)
-    return None if layout is None else rows.as_strided(*layout)
-
-
 @dataclass(frozen=True, eq=False)
 class Slabs:
     """Parts of pieces, in order, each of which is one call of a kernel; compared by identity."""
@@ -141,15 +135,13 @@ def layouts(slabs: Slabs, size: Sequence[int], strides: Sequence[int], group: in
         ranges = [range(n)[span] for n, span in zip(sizes, part)]  # a view of a view
         start += sum(span.start * step for span, step in zip(ranges, steps))
         sizes = (*map(len, ranges), *sizes[len(ranges) :])
-        packed = _pack_layout(sizes, steps, slabs.offsets_apart)
+        packed = pack_layout(sizes, steps, slabs.offsets_apart)
         view = None if packed is None else (*packed, start)
         layouts_of_slabs.append(SlabLayout((sizes, steps, start), view, _packed_shape(sizes, slabs.offsets_apart)))
     return tuple(layouts_of_slabs)
 
 
-def _pack_layout(
-    size: Sequence[int], strides: Sequence[int], offsets_apart: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def pack_layout(size: Sequence[int], strides: Sequence[int], offsets_apart: bool) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Size and strides of all rows of a slab `b s o h g r d` as `pack` gives them, or None where that is no view."""
     h, g = size[3:5]
     groups = ((6,), (5,), (3, 4), (0, 1, 2)) if offsets_apart or h * g > 1 else ((6,), (5,), (2, 3, 4), (0, 1))
