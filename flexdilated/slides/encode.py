@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexdilated.core.hardware import dtype_name
 from flexdilated.slides.formats import SlideError, Tiles
 from flexdilated.slides.grid import Reading, grid_step
 from flexdilated.slides.model import LongNetViT
@@ -172,9 +172,8 @@ def _results(
 ) -> list[EncodedSlide | FailedSlide]:
     """In the order of the pack."""
     slides = [slide for slide in pack if isinstance(slide, _ReadSlide)]
-    failures = {slide.name: slide for slide in pack if isinstance(slide, FailedSlide)}
-    encoded = {slide.name: result for slide, result in zip(slides, _encoded(model, slides, all_layers, tiles, storage))}
-    return [failures.get(slide.name) or encoded[slide.name] for slide in pack]
+    encoded = iter(_encoded(model, slides, all_layers, tiles, storage))
+    return [next(encoded) if isinstance(slide, _ReadSlide) else slide for slide in pack]
 
 
 def _encoded(
@@ -184,7 +183,7 @@ def _encoded(
     if not pack:
         return []
     try:
-        layers, last = _forward(model, pack, all_layers, tiles)
+        layers, contexts = _forward(model, pack, all_layers, tiles)
     except (MemoryError, RuntimeError) as error:  # torch's own are RuntimeErrors
         message = f"{type(error).__name__} {error}".splitlines()[0]
         if "memory" not in message.lower():
@@ -192,35 +191,21 @@ def _encoded(
         reason = f"needs more memory than there is for the {sum(len(slide.cells) for slide in pack):,} tiles of its pack: {message}"
         return [FailedSlide(slide.name, slide.path, f"{reason}; lower --token-budget") for slide in pack]
     results: list[EncodedSlide | FailedSlide] = []
-    borders = [0, *torch.tensor([len(slide.cells) for slide in pack]).cumsum(0).tolist()]
-    for i, (slide, (start, end)) in enumerate(zip(pack, pairwise(borders))):
-        embedding = layers[i] if all_layers else layers[i, 0]
-        context = None if last is None else last[start:end]
-        outputs = [x.to(storage).cpu() if x is not None else None for x in (embedding, context)]
-        if not all(bool(x.isfinite().all()) for x in outputs if x is not None):
-            where = "computed" if not bool(embedding.isfinite().all()) else "stored"
-            dtype = model.cls_token.dtype if where == "computed" else storage
-            reason = f"gives embeddings that are not finite, {where} in {str(dtype).removeprefix('torch.')}; use another dtype"
-            results.append(FailedSlide(slide.name, slide.path, reason))
-        else:
-            assert outputs[0] is not None
-            results.append(
-                EncodedSlide(
-                    name=slide.name,
-                    path=slide.path,
-                    embedding=outputs[0],
-                    coords=slide.tiles.coords,
-                    source=slide.source,
-                    tiles=outputs[1],
-                    note=slide.note,
-                )
-            )
+    for slide, computed, context in zip(pack, layers if all_layers else layers[:, 0], contexts):
+        embedding, rows = computed.to(storage).cpu(), None if context is None else context.to(storage).cpu()
+        if bool(embedding.isfinite().all()) and (rows is None or bool(rows.isfinite().all())):
+            name, path, coords = slide.name, slide.path, slide.tiles.coords
+            results.append(EncodedSlide(name, path, embedding, coords, slide.source, tiles=rows, note=slide.note))
+            continue
+        step, dtype = ("stored", storage) if bool(computed.isfinite().all()) else ("computed", model.cls_token.dtype)
+        reason = f"gives embeddings that are not finite, {step} in {dtype_name(dtype)}; use another dtype"
+        results.append(FailedSlide(slide.name, slide.path, reason))
     return results
 
 
 @torch.inference_mode()
-def _forward(model: LongNetViT, pack: list[_ReadSlide], all_layers: bool, tiles: bool) -> tuple[Tensor, Tensor | None]:
-    """Embeddings `(S, 1 or layers, embed_dim)`, and the tokens of all tiles `(N, embed_dim)`."""
+def _forward(model: LongNetViT, pack: list[_ReadSlide], all_layers: bool, tiles: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Embeddings `(S, 1 or layers, embed_dim)`, and the tokens of the tiles of each slide, `(N, embed_dim)`."""
     weight = model.cls_token
     sizes = [len(slide.cells) for slide in pack]
     coords = torch.cat([slide.cells for slide in pack])[None] * model.tile_size
@@ -234,9 +219,5 @@ def _forward(model: LongNetViT, pack: list[_ReadSlide], all_layers: bool, tiles:
     last = model.encoder.layer_norm(state)
     if not all_layers:
         pooled.append(model.pool(last, cu_seqlens=borders))
-    if not tiles:
-        return torch.stack(pooled, dim=1), None
-    heads = torch.tensor([0, *sizes[:-1]]).cumsum(0) + torch.arange(len(sizes))
-    is_tile = torch.ones(last.shape[1], dtype=torch.bool)
-    is_tile[heads] = False
-    return torch.stack(pooled, dim=1), last[0, is_tile.to(last.device)]
+    slides = last[0].split([1 + size for size in sizes])  # a class token, then the tiles
+    return torch.stack(pooled, dim=1), [slide[1:] if tiles else None for slide in slides]

@@ -391,7 +391,7 @@ def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         raise SlideError(f"{name} must be a dense array, got {'no array' if value is None else type(value).__name__}")
     if value.dtype not in dtypes:
-        raise SlideError(f"{name} must be of {spelled}, got {str(value.dtype).removeprefix('torch.')}")
+        raise SlideError(f"{name} must be of {spelled}, got {dtype_name(value.dtype)}")
     return value.detach()
 
 

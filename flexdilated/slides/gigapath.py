@@ -72,16 +72,8 @@ def create_model(
         model_arch: `gigapath_slide_enc12l768d` (the published weights), `gigapath_slide_enc24l1024d`,
             `gigapath_slide_enc12l1536d`, or one of torchscale's, as `LongNet_8_layers_256_dim`.
         in_chans: Elements of a tile embedding, 1536 for the published weights.
-        global_pool: As in `LongNetViT`, like all that follow.
-        slide_ngrids: Cells along each side of the grid.
-        tile_size: Side of a cell in pixels.
-        max_wsi_size: Side of the largest slide in pixels.
-        pattern: Which tokens attend to which. Default: that of the slide size, as in the published weights.
-        order: Curve along which tiles follow one another. Default: as they are given, as in the published weights.
-        dropout: Probability of dropping an element, in training.
-        drop_path_rate: Probability of dropping the branches of the last layer, in training.
-        backend: Backend of the attention.
-        mesh: The ranks that share the tiles of a slide.
+        global_pool, slide_ngrids, tile_size, max_wsi_size, pattern, order, dropout, drop_path_rate, backend, mesh: As in
+            `LongNetViT`. Defaults are those of the published weights.
 
     Returns:
         The model, on the CPU, in float32 and in training mode; call `.eval()` before encoding.
@@ -100,16 +92,14 @@ def create_model(
         )
     if name and not Path(name).is_file():
         raise FileNotFoundError(f"pretrained must be the path of a file, None or '', no file at {name}")
-    sizes = Architecture(*ARCHITECTURES[model_arch])
+    sizes = Architecture(*ARCHITECTURES[model_arch])._asdict()
+    run = slice(sizes.pop("branches"))
     if pattern is None:
-        published, run = DilatedPattern.gigapath(max_wsi_size, tile_size), slice(sizes.branches)
+        published = DilatedPattern.gigapath(max_wsi_size, tile_size)
         pattern = replace(published, segment_lengths=published.segment_lengths[run], dilation_rates=published.dilation_rates[run])
     model = LongNetViT(
         in_chans=in_chans,
-        embed_dim=sizes.embed_dim,
-        depth=sizes.depth,
-        num_heads=sizes.num_heads,
-        mlp_ratio=sizes.mlp_ratio,
+        **sizes,
         slide_ngrids=slide_ngrids,
         tile_size=tile_size,
         max_wsi_size=max_wsi_size,

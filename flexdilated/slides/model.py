@@ -223,7 +223,8 @@ class LongNetViT(nn.Module):
         borders = [0, num_tiles] if cu_seqlens is None else cu_seqlens.tolist()
         inverse = None
         if self.order is not None:
-            orders = [self._along(slide[start:end]) + start for slide in cells for start, end in pairwise(borders)]
+            parts = [(start, slide[start:end]) for slide in cells for start, end in pairwise(borders)]
+            orders = [coordinate_order(part.flip(-1), order=self.order).permutation + start for start, part in parts]
             places = torch.cat(orders).reshape(batch, num_tiles, 1)
             x, cells, inverse = _rows_at(x, places), _rows_at(cells, places), places.argsort(dim=1)
         class_token = self.cls_token.expand(batch, -1, -1)
@@ -237,11 +238,6 @@ class LongNetViT(nn.Module):
         index = torch.cat(tiles)
         for state in self.encoder.hidden_states(x, **options) if every else (self.encoder(x, **options),):
             yield state if inverse is None else state.index_copy(1, index, _rows_at(state[:, index], inverse))
-
-    def _along(self, cells: Tensor) -> Tensor:
-        """The tiles of a slide along the curve, `(N,)`."""
-        assert self.order is not None
-        return coordinate_order(cells.flip(-1), order=self.order).permutation
 
     def _states_of_shard(self, x: Tensor, cells: Tensor, shard_lengths: Sequence[int] | None, *, every: bool) -> Iterator[Tensor]:
         """The states of the whole slide, on every rank."""

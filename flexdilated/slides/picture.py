@@ -18,8 +18,6 @@ from flexdilated.draw.weights import UNSEEN, check_path, check_weights, finish, 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_slide_map"]
-
 INCHES, DPI = 8.0, 200  # of one panel; several share three halves of that
 NARROWEST, LOWEST = 2.4, 2.4  # inches of a panel, and of all panels: a strip of tissue has titles and a legend as any
 FINEST = 64  # pixels along a tile, where there are few: more show nothing

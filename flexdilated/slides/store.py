@@ -61,11 +61,11 @@ def read_source(path: Path, settings: Mapping[str, Any]) -> Source:
     """
     with _opened(path) as file:
         stored_settings, current_settings = json.loads(file.attrs["settings"]), json.loads(json.dumps(settings))
-        changed_keys = sorted(
-            key for key in {*stored_settings, *current_settings} if stored_settings.get(key) != current_settings.get(key)
-        )
-        if changed_keys:
-            changes = ", ".join(f"{key} {stored_settings.get(key)!r}, now {current_settings.get(key)!r}" for key in changed_keys)
+        values = {
+            key: (stored_settings.get(key), current_settings.get(key)) for key in sorted({*stored_settings, *current_settings})
+        }
+        changes = ", ".join(f"{key} {stored!r}, now {current!r}" for key, (stored, current) in values.items() if stored != current)
+        if changes:
             raise StoreError(
                 f"--output must hold slides of the same settings, got '{path}' of {changes}; use --overwrite or another folder"
             )

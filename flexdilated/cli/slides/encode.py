@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -67,15 +67,10 @@ def encode(
         refuse(f"--output must be another file than TILES, got '{output}'")
     if output.exists() and not overwrite:
         refuse(f"--output must not exist, got '{output}'; use --overwrite or another name")
-    sizes: dict[str, Any] = {
-        "global_pool": global_pool,
-        "tile_size": tile_size,
-        "slide_ngrids": slide_ngrids,
-        "max_wsi_size": max_wsi_size,
-    }
     place = device_named(device)
     found = shared.weights_of(weights, arch, in_chans, random=random)
-    model = shared.encoder(found, place, dtype, order=order, **sizes)
+    sizes = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
+    model = shared.encoder(found, place, dtype, order=order, global_pool=global_pool, **sizes)
     reading = Reading(coords, table, tile_size_level0, magnification, shared_cells)
     (result,) = encode_slides(model, {tiles.name: tiles}, reading=reading, all_layers=all_layers)
     if isinstance(result, FailedSlide):

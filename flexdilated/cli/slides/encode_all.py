@@ -6,7 +6,7 @@ import os
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch.distributed as dist
 import typer
@@ -81,14 +81,9 @@ def encode_all(
     if collect is not None and count > 1:
         refuse(f"--collect must come with one process, got {count} ranks of torchrun; run the same command again without torchrun")
     place = device_named(device) if count == 1 else device_of_rank(device)
-    sizes: dict[str, Any] = {
-        "global_pool": global_pool,
-        "tile_size": tile_size,
-        "slide_ngrids": slide_ngrids,
-        "max_wsi_size": max_wsi_size,
-    }
     found = shared.weights_of(weights, arch, in_chans, random=random)
-    model = shared.encoder(found, place, dtype, order=order, **sizes)
+    sizes = {"global_pool": global_pool, "tile_size": tile_size, "slide_ngrids": slide_ngrids}
+    model = shared.encoder(found, place, dtype, order=order, max_wsi_size=max_wsi_size, **sizes)
     patches: list[Path] = []
     slides = list_slides(folder, coords_folder=coords, without_embeddings=patches)
     if patches and rank == 0:
@@ -101,9 +96,7 @@ def encode_all(
         "in_chans": found.in_chans,
         "pattern": model.pattern.to_dict(),
         "order": model.order,
-        "global_pool": global_pool,
-        "tile_size": tile_size,
-        "slide_ngrids": slide_ngrids,
+        **sizes,
         "layers": layers,
         "tiles": tiles,
         "store": storage,
