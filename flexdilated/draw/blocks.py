@@ -15,8 +15,6 @@ from flexdilated.draw.tiles import Cell, HeadTiles, all_heads, head_tiles
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BLOCK_SIZE", "PICTURE_CELLS", "block_panels", "draw_blocks"]
-
 BLOCK_SIZE = 128
 PICTURE_CELLS = 512  # per side
 
@@ -40,12 +38,8 @@ def draw_blocks(
     `create_dilated_block_mask`, without zero keys.
 
     Args:
-        pattern: As in `draw`.
-        num_tokens: As in `draw`.
-        num_kv_heads: As in `draw`.
+        pattern, num_tokens, num_kv_heads, is_causal, name: As in `draw`.
         block_size: Tokens per side of a tile.
-        is_causal: As in `draw`.
-        name: As in `draw`.
 
     Raises:
         ValueError: If a number is below 1, or some branch would have no head.

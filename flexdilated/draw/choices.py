@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_choices"]
-
 COLORS = ("#08306b", "#2b8cbe", "#66c2a4", "#a6d854", "#bdbdbd")  # dark to light: low far rates to high
 MARKERS = ("o", "s", "^", "D", "v")
 YOURS = "#d95f02"
@@ -30,9 +28,6 @@ def draw_choices(choices: Choices) -> Figure:
 
     Colour and marker show the far rate, a magenta ring a window, a dashed line the budget. Circles are the patterns that are shown,
     stars are yours; a line leads from each number to its circle or star.
-
-    Args:
-        choices: The result of `choose_pattern`.
     """
     figure = new(6.0, 4.4, dpi=200, layout="constrained", facecolor="white")
     axes = figure.add_subplot()

@@ -14,8 +14,6 @@ from flexdilated.core.files import replaced
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "grid_of", "new", "plain", "require_matplotlib", "wrapped", "write"]
-
 INK = "#222222"
 
 

@@ -11,8 +11,6 @@ from flexdilated.draw.figure import new, plain
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_losses"]
-
 # Colour of the held-out curve, of the training curve, line and marker: distinct in grey too.
 STYLES = (
     ("#004c7a", "#8fbfe0", "-", "o"),
@@ -25,9 +23,7 @@ STYLES = (
 def draw_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], *, bytes_per_step: int) -> Figure:
     """A matplotlib figure of training and held-out bits per byte, one colour, line and marker per run.
 
-    Args:
-        histories: By the name of a run, one entry per step: `step`, `train` and, where it was measured, `held_out`.
-        bytes_per_step: Of every run.
+    `histories`: by the name of a run, one entry per step: `step`, `train` and, where it was measured, `held_out`.
     """
     figure = new(6.4, 4.4, dpi=190, layout="constrained")
     axes = figure.add_subplot()

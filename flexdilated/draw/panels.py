@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["APART", "FUTURE", "Panels", "branch_words", "describe_heads", "figure_of", "head_panel", "pattern_title", "tick_step"]
-
 NARROW = 840  # pixels of panels side by side, up to which text has its usual size
 APART = "#ffffff"  # no branch joins the pair
 FUTURE = "#dedede"  # the pair is above the causal diagonal

@@ -17,8 +17,6 @@ from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "multiplicity", "multiplicity_panels"]
-
 # ColorBrewer's YlGnBu from its middle on: sequential, safe for colour-blind readers, readable in grey, and a single cell of its
 # lightest colour still shows on white.
 SCALE = ("#74c9bd", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58")
@@ -64,7 +62,7 @@ def cell_counts(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, siz
             far = _Far(w, r, offset, near, is_causal)
             head_rows = far.rows(first, start, np.minimum(end, (first + 1) * w))
             tail_rows = far.rows(last, np.maximum(start, last * w), end)
-            diagonal = far.square(head_rows) + np.where(last > first, far.square(tail_rows), 0.0)
+            diagonal = far.pairs(head_rows, head_rows) + np.where(last > first, far.pairs(tail_rows, tail_rows), 0.0)
             diagonal += np.where((first < begun) & (begun < last), far.whole(begun), 0.0)
             diagonal += np.maximum(last - 1 - np.maximum(first, begun), 0) * far.whole(begun + 1)
             queries = head_rows[0][:, None], head_rows[1][:, None]
@@ -96,12 +94,10 @@ class _Far(NamedTuple):
             return before
         return before + _up_to(1 << 40, queries, keys) - _up_to(max(apart, 1) - 1, queries, keys)
 
-    def square(self, rows: Ends) -> NDArray[np.float64]:
-        return self.pairs(rows, rows)
-
     def whole(self, segment: int) -> NDArray[np.float64]:
         """The pairs of a segment that is not cut."""
-        return self.square(self.rows(segment, segment * self.length, (segment + 1) * self.length))
+        rows = self.rows(segment, segment * self.length, (segment + 1) * self.length)
+        return self.pairs(rows, rows)
 
 
 def _in_near(near: Near, num_tokens: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:

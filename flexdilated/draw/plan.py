@@ -13,8 +13,6 @@ from flexdilated.draw.panels import branch_words
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_traffic", "layer_lines"]
-
 
 # Okabe and Ito's colours, safe for colour-blind readers, and greys for other systems. Lines that coincide stay visible: each is
 # thinner than the one below it, its markers smaller.

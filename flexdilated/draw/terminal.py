@@ -12,8 +12,6 @@ from rich.text import Text
 
 from flexdilated.draw.panels import Panels
 
-__all__ = ["print_panels"]
-
 
 def print_panels(console: Console, picture: Panels) -> None:
     """Print a picture, with as many panels side by side as fit."""
@@ -33,9 +31,11 @@ def print_panels(console: Console, picture: Panels) -> None:
         for _ in drawn:
             grid.add_column(width=panel_width, no_wrap=False)
         grid.add_row(*(Text("\n".join(panel.title).translate(marks)) for panel in drawn))
-        grid.add_row(
-            *(_half_blocks(panel.cells, picture.colors) if has_colors else _characters(panel.cells, glyphs) for panel in drawn)
-        )
+        if has_colors:
+            grid.add_row(*(_half_blocks(panel.cells, picture.colors) for panel in drawn))
+        else:
+            texts = ("\n".join("".join(glyphs[cell] for cell in row) for row in panel.cells) for panel in drawn)
+            grid.add_row(*(Text(text, no_wrap=True) for text in texts))
         grid.width = len(drawn) * (panel_width + 2) - 2  # not the width of the console, which is 80 in a pipe
         console.print(grid, soft_wrap=True, crop=False)
     legend = Text(f"\n{picture.legend}, queries down, keys across:")
@@ -61,7 +61,3 @@ def _half_blocks(image: NDArray[np.int64], colors: Sequence[str]) -> Text:
                 style += f" on {colors[image[y + 1, x]]}"
             text.append("▀", style=style)
     return text
-
-
-def _characters(image: NDArray[np.int64], glyphs: Sequence[str]) -> Text:
-    return Text("\n".join("".join(glyphs[cell] for cell in row) for row in image), no_wrap=True)

@@ -16,8 +16,6 @@ from flexdilated.core.branch import Kept, Near
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.masks.blocks import BlockLists, HeadBranch, block_lists, head_branches
 
-__all__ = ["Cell", "HeadTiles", "Tally", "all_heads", "head_tiles"]
-
 
 class Cell(IntEnum):
     """State of the tiles of a cell of the picture. A cell of a single tile is never `UNDER_HALF` or `OVER_HALF`."""
@@ -80,12 +78,9 @@ def head_tiles(
     and global tokens keep the sequence as it is. Zero keys of `zero_padding` are not counted, since a mask cannot hold them.
 
     Args:
-        pattern: Which positions attend to which.
-        num_tokens: Sequence length N.
-        num_kv_heads: Key/value heads, which may be fewer than query heads.
+        pattern, num_tokens, num_kv_heads, is_causal: As in `flexdilated.draw.pattern.draw`.
         block_size: Tokens per side of a tile.
         group: Tiles per side of a cell of the picture.
-        is_causal: Whether a query sees only keys at its own position and before.
     """
     near = pattern.split("pictures of block masks")[1]
     looks: dict[tuple[Kept, ...], tuple[Tally, NDArray[np.int64]]] = {}
