@@ -31,11 +31,8 @@ def missing_residues(pattern: DilatedPattern, num_kv_heads: int) -> tuple[tuple[
     >>> missing_residues(DilatedPattern((16, 64), (1, 4)), 2)
     ((), (2, 3))
 
-    A token is lost to attention where its residue is missing in every branch: `count_uncovered` counts those.
-
-    Args:
-        pattern: Which positions attend to which.
-        num_kv_heads: Key/value heads, which may be fewer than query heads.
+    A token is lost to attention where its residue is missing in every branch: `count_uncovered` counts those. Arguments and errors
+    are those of `count_pairs`.
     """
     _, num_kv_heads = checked(pattern, 1, num_kv_heads)
     segments, _ = pattern.split("missing_residues")

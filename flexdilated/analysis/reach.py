@@ -29,10 +29,7 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -
     >>> longest_reach(DilatedPattern((4, 16), (1, 4)), 16, 2)
     (12, 12)
 
-    Args:
-        pattern: Which positions attend to which.
-        num_tokens: Sequence length N, of any size.
-        num_kv_heads: Key/value heads, which may be fewer than query heads.
+    Arguments and errors are those of `count_pairs`.
     """
     num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads)
     reach = [-1] * num_kv_heads
@@ -57,11 +54,9 @@ def reachable(
     A layer mixes heads, and every token keeps itself through the residual connection, whether a branch keeps it or not.
 
     Args:
-        pattern: Which positions attend to which.
+        pattern, num_kv_heads, is_causal: As in `count_pairs`.
         num_tokens: Sequence length N, at most 4,096; `keys_seen` takes one query of any sequence.
-        num_kv_heads: Key/value heads, which may be fewer than query heads.
         layers: Layers L, at least 0.
-        is_causal: Whether a query sees only keys at its own position and before.
 
     Returns:
         `(N, N)`: query, key.

@@ -88,14 +88,13 @@ class Memory(NamedTuple):
     total: int
 
 
-def layer_plan(layer: Layer) -> ContextPlan:
-    """The plan of a layer over shards as equal as can be."""
-    shards = even_shard_lengths(layer.tokens, layer.ranks)
+def layer_plan(layer: Layer, heads: range | None = None) -> ContextPlan:
+    """The plan of a layer over shards as equal as can be; with `heads`, of these key/value heads over the sequence on one rank."""
     return context_plan(
         layer.pattern,
-        shards,
+        (layer.tokens,) if heads is not None else even_shard_lengths(layer.tokens, layer.ranks),
         layer.kv_heads,
-        within=range(layer.kv_heads),
+        within=range(layer.kv_heads) if heads is None else heads,
         group=layer.group,
         documents=layer.documents,
         is_causal=layer.is_causal,
@@ -113,9 +112,7 @@ def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
     sums of the dK|dV of its own shard. ulysses receives `(N - n) / P` of q, k, v in heads and `n (1 - 1/P)` of out; backward
     `(N - n) / P` of dout and `n (1 - 1/P)` of dq, dk, dv.
 
-    Args:
-        layer: The numbers.
-        with_pairs: Whether to count pairs, which takes longest.
+    `with_pairs`: whether to count pairs, which takes longest.
     """
     plan = layer_plan(layer)
     ours = [_ours(plan, layer, exchange) for exchange in EXCHANGES]
@@ -136,19 +133,19 @@ def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
     forward, backward = cost_model.bytes_received(plan, exchange, rows=rows, **layer.sizes)
     kv, q, out = (rows[kind].received for kind in ("kv", "q", "out"))
     buffers = cost_model.buffer_bytes(plan, exchange, rows=rows, **layer.sizes)
-    received = _halved(2 * kv + (q + out) * layer.group)
+    received = kv + (q + out) * (layer.group / 2)
     return Strategy(exchange, is_exact=is_exact, forward=forward, backward=backward, rows=received, buffers=buffers)
 
 
 def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
     """Ring attention and all-gather: every rank receives all keys and values."""
-    n, several = _shard_sizes(plan), layer.ranks > 1
+    n, several = np.diff(plan.limits), layer.ranks > 1
     remote = (layer.tokens - n) * layer.kv_heads
     local = n * layer.kv_heads
     row = 2 * layer.head_dim * layer.itemsize * layer.batch
     # The sum of rank r's dK|dV starts at rank r + 1, so that a rank receives all but the one it starts.
     sums = (layer.tokens - np.roll(n, 1)) * layer.kv_heads
-    common: dict[str, Any] = {"forward": remote * row, "rows": _halved(2 * remote)}
+    common: dict[str, Any] = {"forward": remote * row, "rows": remote.astype(np.float64)}
     ring_buffers, all_rows = np.full_like(n, 2 * local.max() * row * several), (local + remote) * row * several
     return [
         Strategy("ring-all", backward=(remote + sums) * row, buffers=ring_buffers, **common),
@@ -160,7 +157,7 @@ def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
     for option, heads in (("--heads", layer.heads), ("--kv-heads", layer.kv_heads)):
         if heads % layer.ranks:
             return Strategy("ulysses", f"{option}={heads} must be a multiple of --context-parallel={layer.ranks}")
-    n = _shard_sizes(plan)
+    n = np.diff(plan.limits)
     row = layer.head_dim * layer.itemsize * layer.batch
     heads, kv_heads = layer.heads // layer.ranks, layer.kv_heads // layer.ranks
     remote, outgoing = layer.tokens - n, n * (layer.ranks - 1)  # per head of a rank: others' tokens; own tokens times other ranks
@@ -168,7 +165,7 @@ def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
     backward = remote * heads + outgoing * (heads + 2 * kv_heads)
     # A rank sends of its shard what it receives of out, and the reverse.
     buffers = (remote + outgoing) * (2 * heads + 2 * kv_heads)
-    return Strategy("ulysses", forward=forward * row, backward=backward * row, rows=_halved(forward), buffers=buffers * row)
+    return Strategy("ulysses", forward=forward * row, backward=backward * row, rows=forward / 2, buffers=buffers * row)
 
 
 def _ulysses_pairs(layer: Layer) -> Counts:
@@ -177,16 +174,7 @@ def _ulysses_pairs(layer: Layer) -> Counts:
     pairs_by_classes: dict[Any, int] = {}
     pairs = []
     for rank in range(layer.ranks):
-        within = range(rank * size, (rank + 1) * size)
-        rank_plan = context_plan(
-            layer.pattern,
-            (layer.tokens,),
-            layer.kv_heads,
-            within=within,
-            group=layer.group,
-            documents=layer.documents,
-            is_causal=layer.is_causal,
-        )
+        rank_plan = layer_plan(layer, range(rank * size, (rank + 1) * size))
         key = frozenset((offsets, len(heads)) for offsets, heads in rank_plan.classes.items())
         if key not in pairs_by_classes:
             pairs_by_classes[key] = int(cost_model.pairs(rank_plan, "gather")[0])
@@ -194,23 +182,14 @@ def _ulysses_pairs(layer: Layer) -> Counts:
     return np.array(pairs, np.int64)
 
 
-def _halved(counts: Counts) -> NDArray[np.float64]:
-    return counts.astype(np.float64) / 2
-
-
 def memory(layer: Layer, plan: ContextPlan, buffers: Counts) -> Memory:
     """The memory of the rank that needs most; `buffers` are the bytes of messages that each rank holds at the same time."""
-    tokens = _shard_sizes(plan) * layer.batch
+    tokens = np.diff(plan.limits) * layer.batch
     gradients = tokens * (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim * layer.itemsize
     tensors = gradients + tokens * layer.heads * layer.lse_size
     total = tensors + gradients + buffers
     busiest = int(total.argmax())
     return Memory(*(int(amount[busiest]) for amount in (tensors, gradients, buffers, total)))
-
-
-def _shard_sizes(plan: ContextPlan) -> Counts:
-    """Tokens of each rank."""
-    return np.array(plan.shard_lengths, np.int64)
 
 
 def traffic_by_ranks(layer: Layer) -> tuple[dict[str, list[tuple[int, int]]], bool]:
