@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from flexdilated.compat.absent import ABSENT
+from flexdilated.compat.arguments import ABSENT
 from flexdilated.compat.arguments import ARGUMENTS as ARGUMENTS
 from flexdilated.compat.attention import DilatedAttention as DilatedAttention
 from flexdilated.compat.attention import ImprovedDilatedAttention as ImprovedDilatedAttention

@@ -1,4 +1,4 @@
-"""Arguments of the earlier packages that have no effect here."""
+"""Names and arguments of the earlier packages that are not here, or have no effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from flexdilated.core.pattern import DilatedPattern
 
 Lengths = Sequence[int] | DilatedPattern  # in place of `segment_lengths`, with `dilation_rates=()`: a whole pattern, as it is
 T = TypeVar("T", bound=Callable[..., Any])
-
 
 KERNEL = "the kernel is chosen by device, dtype and mask; to name one, use flexdilated.dilated_attention(backend=...)"
 
@@ -32,6 +31,28 @@ ARGUMENTS: dict[str, str] = {
     "ring_size": "each process computes the whole output; to share a sequence, use flexdilated.DilatedAttention(mesh=...)",
     "hilbert_chunk_size": "one curve covers the whole grid",
 }
+
+CLASSES = "the arguments of the classes themselves, such as RingDilatedAttention(segment_lengths, dilation_rates, dropout)"
+RING = "RingDilatedAttention(segment_lengths, dilation_rates, dropout)"
+MESH = "flexdilated.DilatedAttention(mesh=...) or flexdilated.MultiheadDilatedAttention(mesh=...)"
+MASK_MOD = "flexdilated.dilated_attention(mask_mod=...), which drops pairs by a function of their positions"
+
+_NAMES = {
+    "flexdilated.LongNetLM(flexdilated.LongNetConfig(...)), which is decoder-only; weights do not carry over": "LongNetLM",
+    CLASSES: "DilatedAttentionConfig MultiheadConfig RingAttentionConfig StandardizedRingConfig",
+    RING: "RingDilatedAttentionProduction RingDilatedAttentionV2 create_production_ring_attention",
+    MESH: "DistributedImprovedDilatedAttention DistributedImprovedMultiheadDilatedAttention DistributedConfig",
+    MASK_MOD: (
+        "BlockSparseRingDilatedAttention BlockSparseRingDistributedDilatedAttention BlockSparseRingMultiheadDilatedAttention "
+        "BlockSparseOptimized BlockSparseTorchSparse SparseAttentionConfig SparsePatternConfig SparsePatternGenerator "
+        "DistributedSparseConfig DistributedSparsePattern PatternConfig PatternOptimizer PatternQualityAnalyzer PatternType "
+        "create_adaptive_sparse_attention create_block_sparse_attention"
+    ),
+    "nothing: there is no memory pool": "MemoryPoolConfig",
+}
+
+# Absent name to replacement: the text of the errors and of the table in docs/migration.md.
+ABSENT: dict[str, str] = {name: use for use, names in _NAMES.items() for name in names.split()}
 
 
 def pattern_of(segment_lengths: Lengths, dilation_rates: Sequence[int]) -> DilatedPattern:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from flexdilated.compat.absent import MASK_MOD, MESH
-from flexdilated.compat.arguments import Lengths, ignores
+from flexdilated.compat.arguments import MASK_MOD, MESH, Lengths, ignores
 from flexdilated.compat.attention import ImprovedDilatedAttention, RingDilatedAttention
 from flexdilated.compat.multihead import ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention
 

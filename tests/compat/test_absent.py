@@ -6,7 +6,7 @@ import pytest
 
 import flexdilated
 from flexdilated import compat
-from flexdilated.compat.absent import ABSENT
+from flexdilated.compat.arguments import ABSENT
 from tests.compat.cases import MIGRATION
 
 
