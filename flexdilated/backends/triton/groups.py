@@ -75,12 +75,7 @@ def table_of(numbers: Sequence[Any], programs: Any, device: torch.device) -> tup
     """The table of many pieces: rows `(P, numbers and the first program)`, and per program the row of its own.
 
     Made for each launch, in its stream, so that its memory is not reused too early. The host does not wait for the copy: it would
-    wait for all earlier launches.
-
-    Args:
-        numbers: Arrays `(P,)`.
-        programs: How many compute each piece, `(P,)`.
-        device: Of the launch.
+    wait for all earlier launches. `numbers` are arrays `(P,)`, and `programs` `(P,)` is how many compute each piece.
     """
     rows = torch.from_numpy(np.stack([*numbers, np.cumsum(programs) - programs, programs], axis=1))
     table = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)

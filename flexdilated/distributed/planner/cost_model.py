@@ -82,8 +82,7 @@ def bytes_received(plan: ContextPlan, exchange: str, *, rows: Counts | None = No
     """`(num_ranks,)` bytes that each rank receives in a forward, and in its backward.
 
     Args:
-        plan: The plan.
-        exchange: One of `EXCHANGES`.
+        plan, exchange: The plan, and one of `EXCHANGES`.
         rows: The rows that ranks exchange, by kind. Default: exactly, by listing them.
         sizes: The keywords of `_RowBytes`.
     """
@@ -152,10 +151,9 @@ def choose(plan: ContextPlan, *, budget: int | None = None, speeds: Speeds | Non
     so it is equal on every rank. Rows are counted exactly if that is quick, else at most (see `counts`).
 
     Args:
-        plan: The plan.
+        plan, sizes: As in `bytes_received`.
         budget: Bytes of messages that a rank may hold in a forward. Default: `default_budget`.
         speeds: Default: `Speeds()`.
-        sizes: The sizes of `bytes_received`.
     """
     speeds = Speeds() if speeds is None else speeds
     if budget is None:

@@ -82,14 +82,7 @@ class ContextPlan(CutSegments):
             yield range(first, min(first + ranks_per_range, self.num_ranks))
 
     def spans(self, exchange: str, kind: str, *, receivers: range | None = None, senders: range | None = None) -> Spans:
-        """The spans of tokens that `receivers` receive from `senders`.
-
-        Args:
-            exchange: One of `EXCHANGES`.
-            kind: One of `KINDS`.
-            receivers: Default: all ranks.
-            senders: Default: all ranks.
-        """
+        """The spans of tokens of one of `KINDS` that `receivers` receive from `senders`, by default all ranks."""
         everyone = range(self.num_ranks)
         receivers, senders = (everyone if ranks is None else ranks for ranks in (receivers, senders))
         parts = self.parts(exchange)
@@ -164,16 +157,7 @@ def context_plan(
     documents: tuple[tuple[int, int], ...],
     is_causal: bool,
 ) -> ContextPlan:
-    """The plan of these integers; equal integers return the same object.
-
-    Args:
-        pattern: The attention pattern.
-        shard_lengths: Tokens of each rank.
-        num_kv_heads: Key/value heads of the whole model.
-        within: The key/value heads that these ranks hold.
-        group: Query heads per key/value head.
-        documents: `(first token, number of tokens)` of each packed document.
-        is_causal: Whether a query sees only keys at its own position and before.
+    """The plan of these integers, which are the fields of `CutSegments`; equal integers return the same object.
 
     Raises:
         ValueError: If the pattern has more groups of heads than the model has heads, or its numbers do not fit 64 bits.

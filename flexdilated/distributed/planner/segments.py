@@ -274,13 +274,7 @@ class CutSegments:
 
 
 def segments_between(begin: Any, end: Any, num_tokens: Any, w: Any) -> tuple[Any, Any]:
-    """The range `first ... end` of whole segments between two positions of a document.
-
-    Args:
-        begin, end: Positions in the document.
-        num_tokens: Tokens of the document.
-        w: Segment length.
-    """
+    """The range `first ... end` of whole segments of length `w` between two positions of a document of `num_tokens` tokens."""
     first, last = np.maximum(0, -(-begin // w)), -(-num_tokens // w)
     stop = np.minimum(np.where(num_tokens <= end, last, np.maximum(0, end // w)), last)
     return first, np.maximum(first, stop)

@@ -21,10 +21,9 @@ def context_backward(
     """`dq, dk, dv` of this rank's shard, from its own outputs and those of all other ranks.
 
     Args:
-        work: As in the forward.
+        work, transport: As in the forward, with other tags.
         outputs: `dout`, `out` `(B, n, H, D)`, `dlse`, `lse` `(B, H, n)` of this rank's shard.
         received: The rows that the forward received; None: they travel again.
-        transport: With other tags than the forward's.
     """
     buffers, (q, k, v) = work.buffers, (work.inputs.q, work.inputs.k, work.inputs.v)
     remote, wait_for_outputs = _exchange_output_gradients(work, outputs, transport)

@@ -19,12 +19,9 @@ from flexdilated.distributed.runtime.schedule import RowRange, Schedule, Schedul
 
 
 class Buffers:
-    """The tensors of a call on one rank, and the rows that it has received.
+    """The tensors of a rank's shard in a call, and the rows that it has received.
 
-    Args:
-        inputs: Tensors of this rank's shard.
-        schedule: What the rank computes and exchanges.
-        keeps: Whether keys and values of all ranks are held together; in a ring, one rank's after another's.
+    `keeps`: whether keys and values of all ranks are held together; in a ring, one rank's after another's.
     """
 
     def __init__(self, inputs: Inputs, schedule: Schedule, *, keeps: bool) -> None:
@@ -79,10 +76,7 @@ class Buffers:
     def rows_of(self, task: ScheduledTask, local: Tensor, remote: dict[int, Tensor]) -> Tensor:
         """`(b lane) group row d`: a task's rows of its queries, or of what belongs to its outputs.
 
-        Args:
-            task: The task.
-            local: `(B, n, H, D')`, of this rank's shard.
-            remote: `(E, B, group, D')` of each other rank.
+        `local` is `(B, n, H, D')` of this rank's shard, and `remote` `(E, B, group, D')` of each other rank.
         """
         parts = [
             self.grouped(local)[:, row_range.row_index.read(), task.heads]

@@ -20,13 +20,8 @@ def sources(
 ) -> Iterator[int | None]:
     """The ranks whose keys can be read now in `work.buffers.kv_rows`; None: all. In a ring two ranks' rows are held at a time.
 
-    A ring begins with this rank, then `rank - 1`, `rank - 2`, and so on.
-
-    Args:
-        work: The call.
-        transport: Of the keys.
-        meanwhile: Called once, while the first messages travel.
-        received: Whether keys are there already, unless in a ring.
+    A ring begins with this rank, then `rank - 1`, `rank - 2`, and so on. `meanwhile` is called once, while the first messages
+    travel. `received`: whether keys are there already, unless in a ring.
     """
     if not work.is_ring:
         wait = (lambda: None) if received else exchange_keys(work.buffers, transport)

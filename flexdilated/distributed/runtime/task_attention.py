@@ -34,15 +34,7 @@ class OutputGradients(NamedTuple):
 
 
 class TaskAttention:
-    """The attention of one call on one rank.
-
-    Args:
-        inputs: Tensors of this rank's shard.
-        op_options: Options of the call.
-        plan: The plan of the call.
-        exchange: One of `EXCHANGES`.
-        rank: This rank.
-    """
+    """The attention of one call on one rank, with the tensors of its shard, by one of `EXCHANGES`."""
 
     def __init__(self, inputs: Inputs, *, op_options: OpOptions, plan: ContextPlan, exchange: str, rank: int) -> None:
         self.inputs, self.op_options, self.plan, self.rank, self.is_ring = inputs, op_options, plan, rank, exchange == "ring"
