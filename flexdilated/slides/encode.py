@@ -211,13 +211,13 @@ def _forward(model: LongNetViT, pack: list[_ReadSlide], all_layers: bool, tiles:
     coords = torch.cat([slide.cells for slide in pack])[None] * model.tile_size
     x = torch.cat([slide.tiles.x.to(weight.dtype) for slide in pack])[None]
     x, coords = x.to(weight.device), coords.to(weight.device)
-    borders = torch.tensor([0, *sizes]).cumsum(0) if len(pack) > 1 else None
+    cu_seqlens = torch.tensor([0, *sizes]).cumsum(0) if len(pack) > 1 else None
     pooled = []
-    for state in model.hidden_states(x, coords, cu_seqlens=borders):
+    for state in model.hidden_states(x, coords, cu_seqlens=cu_seqlens):
         if all_layers:
-            pooled.append(model.pool(state, cu_seqlens=borders))
+            pooled.append(model.pool(state, cu_seqlens=cu_seqlens))
     last = model.encoder.layer_norm(state)
     if not all_layers:
-        pooled.append(model.pool(last, cu_seqlens=borders))
+        pooled.append(model.pool(last, cu_seqlens=cu_seqlens))
     slides = last[0].split([1 + size for size in sizes])  # a class token, then the tiles
     return torch.stack(pooled, dim=1), [slide[1:] if tiles else None for slide in slides]

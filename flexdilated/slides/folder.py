@@ -63,8 +63,8 @@ def _files(folder: Path, coords_folder: Path | None) -> Iterator[Path]:
             if not name.startswith(".") and not name.endswith(NO_SLIDES) and Path(name).suffix.lower() in (*SUFFIXES, STORE_SUFFIX)
         )
         inner = [name for name in folders if name not in stores and not name.startswith(".") and not name.endswith(NO_SLIDES)]
-        above = {parent.resolve() for parent in (Path(directory), *Path(directory).parents)}
+        ancestors = {parent.resolve() for parent in (Path(directory), *Path(directory).parents)}
         for name in inner:
-            if Path(directory, name).resolve() in above:
+            if Path(directory, name).resolve() in ancestors:
                 raise ValueError(f"FOLDER must hold no link to a folder above it, got '{Path(directory, name)}'")
         folders[:] = [name for name in inner if coords_folder is None or Path(directory, name).resolve() != coords_folder.resolve()]

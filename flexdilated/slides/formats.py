@@ -127,8 +127,8 @@ def read_tiles(
         is_level0 = micrometres is None or tile_size_level0 is not None
         return tiles._replace(slide_size=_slide_size(attributes), is_level0=is_level0)
     except ImportError as error:
-        where = " under Python 3.11 or newer" if path.suffix.lower() == STORE_SUFFIX else ""  # as zarr needs it
-        raise SlideError(f"needs {error.name}: pip install 'flexdilated[slides]'{where}") from None
+        python_hint = " under Python 3.11 or newer" if path.suffix.lower() == STORE_SUFFIX else ""  # as zarr needs it
+        raise SlideError(f"needs {error.name}: pip install 'flexdilated[slides]'{python_hint}") from None
     except SlideError:
         raise
     except DAMAGED as error:

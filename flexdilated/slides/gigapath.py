@@ -162,8 +162,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     saved = torch.load(path, map_location="cpu", weights_only=True)
     weights = saved.get("model") if isinstance(saved, Mapping) else None
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
-        found = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
-        raise ValueError(f"pretrained must hold a state dict of tensors under 'model', got {found} in {os.fspath(path)}")
+        content = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
+        raise ValueError(f"pretrained must hold a state dict of tensors under 'model', got {content} in {os.fspath(path)}")
     assert isinstance(saved, Mapping)
     pattern = DilatedPattern.from_dict(saved["pattern"]) if "pattern" in saved else None
     weights, classes, head = dict(weights), tuple(map(str, saved.get("classes", ()))), None

@@ -127,10 +127,10 @@ def class_relevance(model: LongNetViT, head: nn.Linear, x: Tensor, coords: Tenso
             # The backward computes a layer again: memory for one of them.
             stack.enter_context(patch.object(layer, "forward", partial(checkpoint, layer.forward, use_reentrant=False)))
         for t, weight in zip(*leggauss(8)):
-            at = ((1 + t) / 2 * x).requires_grad_()
+            scaled = ((1 + t) / 2 * x).requires_grad_()
             with torch.enable_grad():
-                score = head(model(at[None], coords[None])[0])[0] @ sign
-            total += weight / 2 * torch.autograd.grad(score, at)[0]
+                score = head(model(scaled[None], coords[None])[0])[0] @ sign
+            total += weight / 2 * torch.autograd.grad(score, scaled)[0]
     return (total * x).sum(dim=1)
 
 

@@ -166,7 +166,7 @@ class LongNetViT(nn.Module):
         if padding_mask is not None:
             real = ~padding_mask
             x, coords, cu_seqlens = x[real][None], coords[real][None], F.pad(real.sum(dim=1).cumsum(0), (1, 0))
-        states = self._states(x, coords, cu_seqlens, shard_lengths, every=all_layer_embed)
+        states = self._states(x, coords, cu_seqlens, shard_lengths, all_layers=all_layer_embed)
         if not return_tokens:
             return [self.pool(state, cu_seqlens=cu_seqlens) for state in states]
         if padding_mask is None:
@@ -182,18 +182,18 @@ class LongNetViT(nn.Module):
         Who keeps none of them needs no memory for all. The arguments are those of the call.
         """
         self._check(x, coords)
-        return self._states(x, coords, cu_seqlens, shard_lengths, every=True)
+        return self._states(x, coords, cu_seqlens, shard_lengths, all_layers=True)
 
     def pool(self, tokens: Tensor, padding_mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The slide embeddings `(B, embed_dim)` of tokens `(B, 1 + N, embed_dim)`, of the tiles that are no padding `(B, N)`.
 
-        With `cu_seqlens` `(S + 1,)`, the borders of packed slides in tiles: `(S, embed_dim)` of tokens `(1, S + N, embed_dim)`.
+        With `cu_seqlens` `(S + 1,)`, which counts tiles: `(S, embed_dim)` of packed slides, of tokens `(1, S + N, embed_dim)`.
         """
         if cu_seqlens is not None:
-            borders = [border + slide for slide, border in enumerate(cu_seqlens.tolist())]
+            limits = [num_tiles + slide for slide, num_tiles in enumerate(cu_seqlens.tolist())]
             if not self.global_pool:
-                return self.norm(tokens[0, borders[:-1]])
-            return self.norm(torch.stack([tokens[0, start + 1 : end].mean(dim=0) for start, end in pairwise(borders)]))
+                return self.norm(tokens[0, limits[:-1]])
+            return self.norm(torch.stack([tokens[0, start + 1 : end].mean(dim=0) for start, end in pairwise(limits)]))
         if not self.global_pool:
             return self.norm(tokens[:, 0])
         if padding_mask is None:
@@ -204,7 +204,7 @@ class LongNetViT(nn.Module):
         return self.patch_embed(x) + tile_positions(cells, self.embed_dim).to(self.cls_token.dtype)
 
     def _states(
-        self, x: Tensor, coords: Tensor, cu_seqlens: Tensor | None, shard_lengths: Sequence[int] | None, *, every: bool
+        self, x: Tensor, coords: Tensor, cu_seqlens: Tensor | None, shard_lengths: Sequence[int] | None, *, all_layers: bool
     ) -> Iterator[Tensor]:
         """The tokens after every layer, or after the encoder."""
         if self.mesh is not None and self.training and self.drop_path_rate:
@@ -213,33 +213,33 @@ class LongNetViT(nn.Module):
             raise ValueError(f"shard_lengths must come with mesh, got no mesh and {tuple(shard_lengths)}")
         cells = self._cells(coords)
         if cu_seqlens is not None:
-            cu_seqlens = self._borders(x, cu_seqlens)
+            cu_seqlens = self._checked_cu_seqlens(x, cu_seqlens)
         if self.mesh is not None:
-            return self._states_of_shard(x, cells, shard_lengths, every=every)
-        return self._states_of_whole(x, cells, cu_seqlens, every=every)
+            return self._shard_states(x, cells, shard_lengths, all_layers=all_layers)
+        return self._slide_states(x, cells, cu_seqlens, all_layers=all_layers)
 
-    def _states_of_whole(self, x: Tensor, cells: Tensor, cu_seqlens: Tensor | None, *, every: bool) -> Iterator[Tensor]:
+    def _slide_states(self, x: Tensor, cells: Tensor, cu_seqlens: Tensor | None, *, all_layers: bool) -> Iterator[Tensor]:
         batch, num_tiles, _ = x.shape
-        borders = [0, num_tiles] if cu_seqlens is None else cu_seqlens.tolist()
+        limits = [0, num_tiles] if cu_seqlens is None else cu_seqlens.tolist()
         inverse = None
         if self.order is not None:
-            parts = [(start, slide[start:end]) for slide in cells for start, end in pairwise(borders)]
+            parts = [(start, slide[start:end]) for slide in cells for start, end in pairwise(limits)]
             orders = [coordinate_order(part.flip(-1), order=self.order).permutation + start for start, part in parts]
             places = torch.cat(orders).reshape(batch, num_tiles, 1)
             x, cells, inverse = _rows_at(x, places), _rows_at(cells, places), places.argsort(dim=1)
         class_token = self.cls_token.expand(batch, -1, -1)
-        slides = self._embed(x, cells).split([end - start for start, end in pairwise(borders)], dim=1)
+        slides = self._embed(x, cells).split([end - start for start, end in pairwise(limits)], dim=1)
         x = torch.cat([part for slide in slides for part in (class_token, slide)], dim=1)
         options: dict[str, Any] = {}
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens + torch.arange(len(cu_seqlens), device=cu_seqlens.device)
         # Where each tile is, after the class tokens of its slide and of those before it.
-        tiles = [torch.arange(start, end, device=x.device) + i for i, (start, end) in enumerate(pairwise(borders), 1)]
+        tiles = [torch.arange(start, end, device=x.device) + i for i, (start, end) in enumerate(pairwise(limits), 1)]
         index = torch.cat(tiles)
-        for state in self.encoder.hidden_states(x, **options) if every else (self.encoder(x, **options),):
+        for state in self.encoder.hidden_states(x, **options) if all_layers else (self.encoder(x, **options),):
             yield state if inverse is None else state.index_copy(1, index, _rows_at(state[:, index], inverse))
 
-    def _states_of_shard(self, x: Tensor, cells: Tensor, shard_lengths: Sequence[int] | None, *, every: bool) -> Iterator[Tensor]:
+    def _shard_states(self, x: Tensor, cells: Tensor, shard_lengths: Sequence[int] | None, *, all_layers: bool) -> Iterator[Tensor]:
         """The states of the whole slide, on every rank."""
         assert self.mesh is not None
         rank, lengths = local_shard_lengths(self.mesh, x.shape[1], shard_lengths)
@@ -249,11 +249,11 @@ class LongNetViT(nn.Module):
         tokens = torch.cat([class_token, tokens], dim=1)
         lengths = (lengths[0] + 1, *lengths[1:])
         encoder = self.encoder
-        states = encoder.hidden_states(tokens, shard_lengths=lengths) if every else (encoder(tokens, shard_lengths=lengths),)
+        states = encoder.hidden_states(tokens, shard_lengths=lengths) if all_layers else (encoder(tokens, shard_lengths=lengths),)
         for state in states:
             yield unshard_sequence(state, self.mesh, shard_lengths=lengths, reduce_gradients=True)
 
-    def _borders(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def _checked_cu_seqlens(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """The checked boundaries of packed slides, int64."""
         if self.mesh is not None:
             raise NotImplementedError("cu_seqlens must be None with mesh, got a tensor; encode slides one by one")
@@ -262,9 +262,9 @@ class LongNetViT(nn.Module):
         if x.shape[0] != 1 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
             got_shapes = f"{tuple(cu_seqlens.shape)} and x of shape {tuple(x.shape)}"
             raise ValueError(f"cu_seqlens must have shape (S + 1,) with S at least 1, and x B = 1, got {got_shapes}")
-        borders = cu_seqlens.tolist()
-        if borders[0] != 0 or borders[-1] != x.shape[1] or any(a >= b for a, b in pairwise(borders)):
-            raise ValueError(f"cu_seqlens must rise from 0 to N={x.shape[1]}, with a tile for every slide, got {borders}")
+        limits = cu_seqlens.tolist()
+        if limits[0] != 0 or limits[-1] != x.shape[1] or any(a >= b for a, b in pairwise(limits)):
+            raise ValueError(f"cu_seqlens must rise from 0 to N={x.shape[1]}, with a tile for every slide, got {limits}")
         return cu_seqlens.long()
 
     def _cells(self, coords: Tensor) -> Tensor:

@@ -91,12 +91,12 @@ def draw_slide_map(
     from matplotlib.image import imread
 
     try:
-        below = None if thumbnail is None else imread(str(thumbnail))
+        background = None if thumbnail is None else imread(str(thumbnail))
     except SyntaxError as error:  # of Pillow, about a .png file that is cut off
         raise ValueError(f"thumbnail must be a picture that can be read, got '{thumbnail}': {error}") from None
     low, high = corners.min(dim=0).values, corners.max(dim=0).values + tile_size
-    if below is not None and slide_size is not None:
-        _check_thumbnail(below, slide_size, low, high - tile_size)
+    if background is not None and slide_size is not None:
+        _check_thumbnail(background, slide_size, low, high - tile_size)
         low, high = torch.zeros(2, dtype=torch.float64), torch.tensor(slide_size, dtype=torch.float64)
     width, height = (high - low).tolist()
 
@@ -117,9 +117,9 @@ def draw_slide_map(
         image, extent = _raster(values, corners - low, tile_size, longest, pixels)
         faces = colours(norm(np.maximum(image, lowest)))
         faces[image == 0.0] = to_rgba(UNSEEN)
-        faces[..., 3] = np.where(np.isnan(image), 0.0, 1.0 if below is None else OVER)
-        if below is not None:
-            axis.imshow(below, extent=(0, width, height, 0), cmap="gray", aspect="equal")
+        faces[..., 3] = np.where(np.isnan(image), 0.0, 1.0 if background is None else OVER)
+        if background is not None:
+            axis.imshow(background, extent=(0, width, height, 0), cmap="gray", aspect="equal")
         axis.imshow(faces, extent=(0, extent[0], extent[1], 0), interpolation="nearest", aspect="equal")
         axis.set_xlim(0, width)
         axis.set_ylim(height, 0)
@@ -143,11 +143,11 @@ def draw_slide_map(
     )
 
 
-def _check_thumbnail(picture: NDArray[Any], slide_size: tuple[float, float], first: Tensor, last: Tensor) -> None:
+def _check_thumbnail(picture: NDArray[Any], slide_size: tuple[float, float], low: Tensor, high: Tensor) -> None:
     """Raise if the thumbnail does not fit the tiles: sizes of another level, a part of the slide, another slide."""
     width, height = slide_size
-    if min(first.tolist()) < 0 or last[0] >= width or last[1] >= height:
-        reach = f"from {first.tolist()} to {last.tolist()}"
+    if min(low.tolist()) < 0 or high[0] >= width or high[1] >= height:
+        reach = f"from {low.tolist()} to {high.tolist()}"
         raise ValueError(
             f"slide_size must be that of level 0, in which all tiles begin, got {width:g} x {height:g} and tiles {reach}"
         )
@@ -166,12 +166,12 @@ def _raster(
     cells = longest / side
     scale = min(FINEST, max(1, round(pixels / cells)))
     pixel = side * max(1.0, cells / pixels) / scale
-    first = ((corners + side / 2) / pixel - (scale - 1) / 2).floor().long()
-    shape = (first.max(dim=0).values + scale).tolist()
+    corner_pixels = ((corners + side / 2) / pixel - (scale - 1) / 2).floor().long()
+    shape = (corner_pixels.max(dim=0).values + scale).tolist()
     image = torch.full((shape[1] * shape[0],), -math.inf, dtype=torch.float64)
     for dy in range(scale):
         for dx in range(scale):
-            image.scatter_reduce_(0, (first[:, 1] + dy) * shape[0] + first[:, 0] + dx, values, "amax")
+            image.scatter_reduce_(0, (corner_pixels[:, 1] + dy) * shape[0] + corner_pixels[:, 0] + dx, values, "amax")
     raster = image.reshape(shape[1], shape[0]).numpy()
     raster[np.isinf(raster)] = np.nan
     return raster, (shape[0] * pixel, shape[1] * pixel)

@@ -38,9 +38,9 @@ def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, Tens
             sync(path)
         part.replace(target)
         sync(folder)  # before earlier checkpoints go
-        for old in _all(folder):
-            if old != target:
-                shutil.rmtree(old)
+        for path in _all(folder):
+            if path != target:
+                shutil.rmtree(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the checkpoint must be writable, got {target}: {error}") from None
 

@@ -80,11 +80,11 @@ def ensure_equal(mesh: DeviceMesh | None, fields: Mapping[str, object]) -> None:
         return
     ranks: list[dict[str, object]] = [{}] * mesh.size()
     dist.all_gather_object(ranks, {"flexdilated's version": __version__, **fields}, group=mesh.get_group())
-    for name, first in ranks[0].items():
-        differing_rank = next((rank for rank, values in enumerate(ranks) if values.get(name) != first), None)
+    for name, expected in ranks[0].items():
+        differing_rank = next((rank for rank, values in enumerate(ranks) if values.get(name) != expected), None)
         if differing_rank is not None:
             value = ranks[differing_rank].get(name)
-            raise UserError(f"ranks must agree on {name}, got {first!r} on rank 0 and {value!r} on rank {differing_rank}")
+            raise UserError(f"ranks must agree on {name}, got {expected!r} on rank 0 and {value!r} on rank {differing_rank}")
 
 
 @contextmanager

@@ -68,9 +68,9 @@ def encode(
     if output.exists() and not overwrite:
         refuse(f"--output must not exist, got '{output}'; use --overwrite or another name")
     place = device_named(device)
-    found = shared.weights_of(weights, arch, in_chans, random=random)
+    encoder_weights = shared.weights_of(weights, arch, in_chans, random=random)
     sizes = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
-    model = shared.encoder(found, place, dtype, order=order, global_pool=global_pool, **sizes)
+    model = shared.encoder(encoder_weights, place, dtype, order=order, global_pool=global_pool, **sizes)
     reading = Reading(coords, table, tile_size_level0, magnification, shared_cells)
     (result,) = encode_slides(model, {tiles.name: tiles}, reading=reading, all_layers=all_layers)
     if isinstance(result, FailedSlide):
@@ -87,5 +87,5 @@ def encode(
         else:
             torch.save(embeddings, file)
     source = "RANDOM weights" if weights is None else f"'{weights}'"
-    typer.echo(f"encoded {len(result.coords):,} tiles of '{tiles}' by {found.arch}, {source}; {place} in {dtype}")
+    typer.echo(f"encoded {len(result.coords):,} tiles of '{tiles}' by {encoder_weights.arch}, {source}; {place} in {dtype}")
     typer.echo(f"wrote {', '.join(embeddings) if len(embeddings) == 1 else f'{len(embeddings)} embeddings'} to '{output}'")

@@ -81,9 +81,9 @@ def encode_all(
     if collect is not None and count > 1:
         refuse(f"--collect must come with one process, got {count} ranks of torchrun; run the same command again without torchrun")
     place = device_named(device) if count == 1 else device_of_rank(device)
-    found = shared.weights_of(weights, arch, in_chans, random=random)
+    encoder_weights = shared.weights_of(weights, arch, in_chans, random=random)
     sizes = {"global_pool": global_pool, "tile_size": tile_size, "slide_ngrids": slide_ngrids}
-    model = shared.encoder(found, place, dtype, order=order, max_wsi_size=max_wsi_size, **sizes)
+    model = shared.encoder(encoder_weights, place, dtype, order=order, max_wsi_size=max_wsi_size, **sizes)
     patches: list[Path] = []
     slides = list_slides(folder, coords_folder=coords, without_embeddings=patches)
     if patches and rank == 0:
@@ -92,8 +92,8 @@ def encode_all(
     options = {"reading": reading, "token_budget": token_budget, "all_layers": layers == "all", "tiles": tiles}
     settings = {
         "weights": "random" if weights is None else digest_of(weights),
-        "arch": found.arch,
-        "in_chans": found.in_chans,
+        "arch": encoder_weights.arch,
+        "in_chans": encoder_weights.in_chans,
         "pattern": model.pattern.to_dict(),
         "order": model.order,
         **sizes,

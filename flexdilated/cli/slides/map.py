@@ -71,8 +71,8 @@ def map_slide(
         refuse(f"--slide-size must be width,height and come with --thumbnail, got '{','.join(map(str, slide_size))}'")
     if thumbnail is not None and output.exists() and output.samefile(thumbnail):
         refuse(f"--output must be another file than --thumbnail, got '{output}'")
-    found = shared.weights_of(weights, arch, None)
-    classes = found.checkpoint.classes if found.checkpoint is not None else ()
+    encoder_weights = shared.weights_of(weights, arch, None)
+    classes = encoder_weights.checkpoint.classes if encoder_weights.checkpoint is not None else ()
     if class_name is not None and tile is not None:
         refuse(f"--class must come without --tile, got --tile {tile}")
     if class_name is not None and class_name not in classes:
@@ -89,24 +89,24 @@ def map_slide(
     if thumbnail is not None and size is None:
         refuse(f"--thumbnail must come with --slide-size where the file does not say how large the slide is, as '{tiles}' does not")
     sizes: dict[str, Any] = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
-    if slide.x.shape[1] != found.in_chans:
-        refuse(f"'{tiles}' must have embeddings of {found.in_chans} elements as --weights, got {slide.x.shape[1]}")
-    model = shared.encoder(found, place, order=order, **sizes)
+    if slide.x.shape[1] != encoder_weights.in_chans:
+        refuse(f"'{tiles}' must have embeddings of {encoder_weights.in_chans} elements as --weights, got {slide.x.shape[1]}")
+    model = shared.encoder(encoder_weights, place, order=order, **sizes)
     side = slide.tile_size_level0 or tile_size_level0
     assert side is not None  # or the cells would have been refused
-    x, where = slide.x.float().to(place), (cells * model.tile_size).to(place)
+    x, corners = slide.x.float().to(place), (cells * model.tile_size).to(place)
     row = _row(slide, tile)
-    if class_name is None or found.checkpoint is None or found.checkpoint.head is None:
-        relevance = tile_relevance(model, x, where, tile=row).cpu()
+    if class_name is None or encoder_weights.checkpoint is None or encoder_weights.checkpoint.head is None:
+        relevance = tile_relevance(model, x, corners, tile=row).cpu()
         panels, titles, label = relevance[None], ["relevance"], "relevance, 1: as the pattern alone"
         title, classified = f"what reaches {'the class token' if tile is None else f'tile {tile}'}", ""
     else:
-        index, head = classes.index(class_name), found.checkpoint.head.to(place)
-        relevance = class_relevance(model, head, x, where, index=index).cpu()
+        index, head = classes.index(class_name), encoder_weights.checkpoint.head.to(place)
+        relevance = class_relevance(model, head, x, corners, index=index).cpu()
         panels = torch.stack([relevance, -relevance]).clamp(min=0.0)
         titles, label = [f"for {class_name}, else 0", f"against {class_name}, else 0"], "part of the score"
         with torch.inference_mode():
-            probability = head(model(x[None], where[None])[0]).softmax(-1)[0, index].item()
+            probability = head(model(x[None], corners[None])[0]).softmax(-1)[0, index].item()
         title = f"what speaks for and against {class_name} (probability {probability:.1%})"
         classified = f"; probability of '{class_name}': {probability:.1%}"
     if suffix in TABLES:

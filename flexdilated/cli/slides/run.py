@@ -74,11 +74,11 @@ class _Failures(dict[str, list[Path]]):
         self.setdefault(reason, []).append(path)
 
     def say_others(self) -> None:
-        for reason, (first, *others) in self.items():
-            if others:
-                names = ", ".join(f"'{path}'" for path in others[:SHOWN])
-                more = ", ..." if len(others) > SHOWN else ""
-                typer.echo(f"error: as '{first}', {len(others):,} more ({names}{more}): {reason}", err=True)
+        for reason, (path, *more_paths) in self.items():
+            if more_paths:
+                names = ", ".join(f"'{path}'" for path in more_paths[:SHOWN])
+                dots = ", ..." if len(more_paths) > SHOWN else ""
+                typer.echo(f"error: as '{path}', {len(more_paths):,} more ({names}{dots}): {reason}", err=True)
 
 
 def _slides(count: int) -> str:

@@ -95,8 +95,7 @@ def weights_of(path: Path | None, arch: str | None, in_chans: int | None, *, ran
         refuse("--weights must name a checkpoint, or --random be given in its place, got both")
     with _fitting(path):
         checkpoint = read_checkpoint(path)
-    named = arch or checkpoint.arch or PUBLISHED
-    return Weights(checkpoint, named, in_chans or checkpoint.in_chans or 1536)
+    return Weights(checkpoint, arch or checkpoint.arch or PUBLISHED, in_chans or checkpoint.in_chans or 1536)
 
 
 @contextmanager
