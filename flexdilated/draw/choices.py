@@ -34,25 +34,25 @@ def draw_choices(choices: Choices) -> Figure:
     axes.set_xscale("log")
     axes.set_yscale("log", base=2)
     axes.margins(y=0.15)  # room for numbers around the lowest points
-    rates = sorted({max(each.pattern.dilation_rates) for each in choices.tried})  # no proposal is a window alone
+    rates = sorted({max(choice.pattern.dilation_rates) for choice in choices.tried})  # no proposal is a window alone
     for i, rate in enumerate(rates):
-        members = [each for each in choices.tried if max(each.pattern.dilation_rates) == rate]
+        members = [choice for choice in choices.tried if max(choice.pattern.dilation_rates) == rate]
         shade, label = min(i, len(COLORS) - 1), f"far rate {rate}" if rate > 1 else "dense"
         if i >= len(COLORS) - 1 and len(rates) > len(COLORS):
             label = f"far rates from {rate}" if i == len(COLORS) - 1 else "_"
-        x, y = [100 * each.share for each in members], [each.local for each in members]
+        x, y = [100 * choice.share for choice in members], [choice.local for choice in members]
         axes.scatter(x, y, s=16, color=COLORS[shade], marker=MARKERS[shade], linewidths=0, label=label, zorder=2)
-    windows = [(100 * each.share, each.local) for each in choices.tried if each.pattern.window]
+    windows = [(100 * choice.share, choice.local) for choice in choices.tried if choice.pattern.window]
     if windows:
         ring: dict[str, Any] = {"s": 34, "facecolors": "none", "edgecolors": WINDOW_COLOR, "label": "window"}
         axes.scatter(*zip(*windows), linewidths=0.8, zorder=3, **ring)
     axes.axvline(100 * choices.budget, color=INK, linestyle="--", linewidth=1.2, label="budget", zorder=1)
-    points = [(100 * each.share, max(1, each.local)) for each in choices.shown]
+    points = [(100 * choice.share, max(1, choice.local)) for choice in choices.shown]
     yours: dict[str, Any] = {"s": 120, "marker": "*", "facecolors": YOURS, "label": "yours"}
     for is_given, style in ((False, {"s": 70, "facecolors": "none", "label": "proposed, 1 = best"}), (True, yours)):
-        at = [point for point, each in zip(points, choices.shown) if each.is_given == is_given]
-        if at:
-            axes.scatter(*zip(*at), edgecolors=INK, linewidths=1.0, zorder=4, **style)
+        marked = [point for point, choice in zip(points, choices.shown) if choice.is_given == is_given]
+        if marked:
+            axes.scatter(*zip(*marked), edgecolors=INK, linewidths=1.0, zorder=4, **style)
     axes.set_xlabel("% of the pairs of dense attention", fontsize=11, color=INK)
     axes.set_ylabel("tokens per near segment, or 2 x window", fontsize=11, color=INK)
     for axis in (axes.xaxis, axes.yaxis):
@@ -66,7 +66,7 @@ def draw_choices(choices: Choices) -> Figure:
     heads = f"{choices.num_kv_heads} key/value head{'s' * (choices.num_kv_heads != 1)}"
     axes.set_title(f"{choices.num_tokens:,} tokens, {heads}, {kind}", fontsize=11, weight="bold", color=INK)
     figure.legend(loc="outside lower center", ncols=4, fontsize=10, frameon=False, handletextpad=0.3, columnspacing=1.2)
-    _number(axes, points, [(100 * each.share, max(1, each.local)) for each in choices.tried], 100 * choices.budget)
+    _number(axes, points, [(100 * choice.share, max(1, choice.local)) for choice in choices.tried], 100 * choices.budget)
     return figure
 
 
@@ -82,7 +82,7 @@ def _number(axes: Axes, points: Sequence[tuple[float, int]], tried: Sequence[tup
     from matplotlib.transforms import Bbox
 
     axes.figure.canvas.draw()  # places are in pixels of the final layout
-    pixels, (centers, dots) = axes.figure.dpi / 72, (axes.transData.transform(each) for each in (points, tried))
+    pixels, (centers, dots) = axes.figure.dpi / 72, (axes.transData.transform(places) for places in (points, tried))
     budget = axes.transData.transform((budget, 1))[0]
     circles = [Bbox([center, center]).padded(RADIUS * pixels) for center in centers]
     style: dict[str, Any] = {"fontsize": 11, "weight": "bold", "color": INK, "zorder": 6, "ha": "center", "va": "center"}
@@ -93,14 +93,14 @@ def _number(axes: Axes, points: Sequence[tuple[float, int]], tried: Sequence[tup
     for number, (point, center) in enumerate(zip(points, centers), 1):
         text = axes.annotate(str(number), point, (0, 0), textcoords="offset points", in_layout=False, **style)
         half = np.array(Text.get_window_extent(text).size) / 2 + pixels
-        others = [circle for circle in circles if not circle.contains(*center)] + boxes
+        obstacles = [circle for circle in circles if not circle.contains(*center)] + boxes
         free: list[tuple[Any, ...]] = []
         for offset in OFFSETS:
             middle = center + pixels * np.array(offset)
             box, line = Bbox([middle - half, middle + half]), Path([center, middle])
             is_inside = all(axes.bbox.contains(*corner) for corner in box.corners())
-            covers = any(map(box.overlaps, [*circles, *boxes])) or any(map(line.intersects_bbox, others))
-            if is_inside and not covers and not any(each.intersects_bbox(box) for each in lines):
+            covers = any(map(box.overlaps, [*circles, *boxes])) or any(map(line.intersects_bbox, obstacles))
+            if is_inside and not covers and not any(drawn.intersects_bbox(box) for drawn in lines):
                 covered = sum(box.contains(*dot) for dot in dots) + (box.x0 < budget < box.x1)
                 free.append((covered, len(free), offset, box, line))
         if free:  # else the number stays in its circle

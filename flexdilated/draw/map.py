@@ -93,10 +93,10 @@ def draw_attention_map(
     width, height = (high - low).tolist()
     shape = min(max(height / width, 0.02 if places.is_strip else 0.25), 4.0)  # a strip of tiles still leaves room for its title
     inches = max(1.6, 5.0 / columns) / max(1.0, shape)
-    above = 0.7 + 0.3 * (title is not None)
+    title_height = 0.7 + 0.3 * (title is not None)
     # Beside a low picture there is no room for the scale.
     is_low = rows * inches * shape < 2.4
-    size = rows * (max(0.3, inches * shape) + 0.35) + above + 0.7 * is_low
+    size = rows * (max(0.3, inches * shape) + 0.35) + title_height + 0.7 * is_low
     figure = new(columns * inches + (0.6 if is_low else 1.6), size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes:
@@ -140,9 +140,9 @@ def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int
     for word, (x, y), face, is_small in zip(places.words or (), places.corners.tolist(), faces, unseen):
         light = is_small or 0.299 * face[0] + 0.587 * face[1] + 0.114 * face[2] > 0.5
         text = plain(word.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"))
-        shown = text if len(text) <= 9 else text[:8] + "\N{HORIZONTAL ELLIPSIS}"
+        label = text if len(text) <= 9 else text[:8] + "\N{HORIZONTAL ELLIPSIS}"
         color = INK if light else "white"
-        axes.text(x + width / 2, y + height / 2, shown, ha="center", va="center", fontsize=8, color=color, clip_on=True)
+        axes.text(x + width / 2, y + height / 2, label, ha="center", va="center", fontsize=8, color=color, clip_on=True)
     for line, token in enumerate(places.lines if len(places.lines) > 1 else ()):
         if line % -(-len(places.lines) // 16) == 0:
             y = float(places.corners[line * places.line, 1]) + height / 2

@@ -83,13 +83,13 @@ def pattern_title(
 
 def branch_words(pattern: DilatedPattern) -> list[str]:
     """The lengths, the rates, the window and the global tokens of a pattern."""
-    named = {
+    numbers = {
         "segment lengths": pattern.segment_lengths,
         "dilation rates": pattern.dilation_rates,
         "window": (pattern.window or "",),
         "global tokens": (pattern.global_tokens or "",),
     }
-    return [f"{name} {', '.join(map(str, values))}" for name, values in named.items() if any(values)]
+    return [f"{name} {', '.join(map(str, values))}" for name, values in numbers.items() if any(values)]
 
 
 def _unbroken(text: str) -> str:
@@ -154,14 +154,14 @@ def figure_of(picture: Panels) -> Figure:
     title = wrapped(picture.title, (2 * min(center, 1 - center) * width / zoom - 64) / 12)
     titles = [wrapped(panel.title, side / (10.5 * zoom)) for panel in panels]
     title_height = max(len(lines) for lines in titles) * small + round(14 * zoom)
-    first = round(24 * zoom)
-    top = first + len(title) * line + round(10 * zoom)
+    title_top = round(24 * zoom)
+    top = title_top + len(title) * line + round(10 * zoom)
     height = top + rows * (title_height + side) + (rows - 1) * 12 + bottom
 
     figure = new(width / dpi, height / dpi, dpi=dpi, facecolor="white")
     for i, text in enumerate(title):
         font = {"fontsize": 9.5 * zoom, "weight": "bold"} if i == 0 else {"fontsize": 8.5 * zoom}
-        figure.text(center, 1 - (first + i * line) / height, plain(text), ha="center", va="top", color=INK, **font)
+        figure.text(center, 1 - (title_top + i * line) / height, plain(text), ha="center", va="top", color=INK, **font)
     for i, panel in enumerate(panels):
         row, column = divmod(i, columns)
         x = left + column * (side + gap)
@@ -204,8 +204,8 @@ def _fill(axes: Axes, panel: Panel, picture: Panels) -> None:
     axes.imshow(panel.cells, cmap=colors, vmin=-0.5, vmax=last, interpolation="nearest", extent=(-0.5, end, end, -0.5))
     for length in panel.lengths:
         starts = range(0, picture.num_tokens, length)
-        borders = [_border(start, min(start + length, picture.num_tokens), picture.is_causal) for start in starts]
-        axes.add_collection(LineCollection(borders, colors=INK, linewidths=0.5, alpha=0.7))
+        outlines = [_outline(start, min(start + length, picture.num_tokens), picture.is_causal) for start in starts]
+        axes.add_collection(LineCollection(outlines, colors=INK, linewidths=0.5, alpha=0.7))
     if 0 < panel.window < picture.num_tokens:
         edge = [(-0.5, panel.window - 1.0), (picture.num_tokens - panel.window, picture.num_tokens - 0.5)]
         edges = [edge] if picture.is_causal else [edge, [(y, x) for x, y in edge]]
@@ -217,7 +217,7 @@ def _fill(axes: Axes, panel: Panel, picture: Panels) -> None:
         spine.set(linewidth=0.6, color=INK)
 
 
-def _border(start: int, stop: int, is_causal: bool) -> list[tuple[float, float]]:
+def _outline(start: int, stop: int, is_causal: bool) -> list[tuple[float, float]]:
     """The outline of a segment on the diagonal; under causality its left and lower edges, since no pair is above."""
     a, b = start - 0.5, stop - 0.5
     corners = [(a, a), (a, b), (b, b)]

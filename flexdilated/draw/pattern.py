@@ -63,8 +63,8 @@ def cell_counts(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, siz
             head_rows = far.rows(first, start, np.minimum(end, (first + 1) * w))
             tail_rows = far.rows(last, np.maximum(start, last * w), end)
             diagonal = far.pairs(head_rows, head_rows) + np.where(last > first, far.pairs(tail_rows, tail_rows), 0.0)
-            diagonal += np.where((first < begun) & (begun < last), far.whole(begun), 0.0)
-            diagonal += np.maximum(last - 1 - np.maximum(first, begun), 0) * far.whole(begun + 1)
+            diagonal += np.where((first < begun) & (begun < last), far.uncut(begun), 0.0)
+            diagonal += np.maximum(last - 1 - np.maximum(first, begun), 0) * far.uncut(begun + 1)
             queries = head_rows[0][:, None], head_rows[1][:, None]
             later = np.tril(first[:, None] == last, -1) * far.pairs(queries, tail_rows)  # queries in a later cell than keys
             counts[head : head + step * heads : step] += np.diag(diagonal) + later + (0.0 if is_causal else later.T)
@@ -82,8 +82,8 @@ class _Far(NamedTuple):
 
     def rows(self, segment: Any, begin: Any, end: Any) -> Ends:
         """The first row among tokens `begin ... end` of a segment that is no global token, and the row after the last."""
-        tokens = (np.minimum(each - segment * self.length, self.length) for each in (self.near.global_tokens, begin, end))
-        skipped, low, high = (np.maximum(0, -((self.offset - each) // self.rate)) for each in tokens)
+        tokens = (np.minimum(token - segment * self.length, self.length) for token in (self.near.global_tokens, begin, end))
+        skipped, low, high = (np.maximum(0, -((self.offset - token) // self.rate)) for token in tokens)
         return np.maximum(low, skipped), np.maximum(np.maximum(low, skipped), high)
 
     def pairs(self, queries: Ends, keys: Ends) -> NDArray[np.float64]:
@@ -94,7 +94,7 @@ class _Far(NamedTuple):
             return before
         return before + _up_to(1 << 40, queries, keys) - _up_to(max(apart, 1) - 1, queries, keys)
 
-    def whole(self, segment: int) -> NDArray[np.float64]:
+    def uncut(self, segment: int) -> NDArray[np.float64]:
         """The pairs of a segment that is not cut."""
         rows = self.rows(segment, segment * self.length, (segment + 1) * self.length)
         return self.pairs(rows, rows)
@@ -103,15 +103,15 @@ class _Far(NamedTuple):
 def _in_near(near: Near, num_tokens: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:
     """`(cells, cells)`: the pairs that count once, those of the window and of the global tokens."""
 
-    def within(first: int, low: int, high: int) -> NDArray[np.float64]:
-        """The pairs of tokens from `first` on with `low <= key - query <= high`."""
-        begin, end = (np.clip(np.arange(0, num_tokens, size) + step, first, max(first, num_tokens)) for step in (0, size))
+    def within(start: int, low: int, high: int) -> NDArray[np.float64]:
+        """The pairs of tokens from `start` on with `low <= key - query <= high`."""
+        begin, end = (np.clip(np.arange(0, num_tokens, size) + step, start, max(start, num_tokens)) for step in (0, size))
         queries = begin[:, None], end[:, None]
         return _up_to(high, queries, (begin, end)) - _up_to(low - 1, queries, (begin, end))
 
-    every, first = Window(num_tokens).band(is_causal=is_causal), near.global_tokens
-    found = within(0, *every) - within(first, *every)
-    return found + within(first, *Window(near.window).band(is_causal=is_causal)) if near.window else found
+    any_distance, num_global = Window(num_tokens).band(is_causal=is_causal), near.global_tokens
+    counts = within(0, *any_distance) - within(num_global, *any_distance)
+    return counts + within(num_global, *Window(near.window).band(is_causal=is_causal)) if near.window else counts
 
 
 def _up_to(distance: int, queries: Ends, keys: Ends) -> NDArray[np.float64]:
@@ -169,7 +169,7 @@ def multiplicity_panels(
     if near:
         colors.append(WINDOW_COLOR)
         labels.append(" or ".join(["the window"] * (near.window > 0) + ["global tokens"] * (near.global_tokens > 0)) + " alone")
-    panels, own = [], "w" if near.window else "g"
+    panels, near_glyph = [], "w" if near.window else "g"
     for head in range(num_kv_heads):
         is_alone = (in_near > 0) & (counts[head] == in_near)
         cells_of_head = np.where(future, 0, np.where(is_alone, len(colors) - 1, levels[head] + 1))
@@ -187,7 +187,7 @@ def multiplicity_panels(
         is_causal=is_causal,
         colors=colors,
         # Blank for the future, a dot for no branch, then the number of branches or the level of the share.
-        glyphs=[" ", "·", *(own if c == WINDOW_COLOR else str(i) if i < 10 else "+" for i, c in enumerate(colors[2:], 1))],
+        glyphs=[" ", "·", *(near_glyph if c == WINDOW_COLOR else str(i) if i < 10 else "+" for i, c in enumerate(colors[2:], 1))],
         legend="branches that join query and key" if size == 1 else f"joins per pair, in cells of {size:,} x {size:,} pairs",
         labels={i + 1: label for i, label in enumerate(labels)} | ({0: "future"} if is_causal else {}),
         title_width=34 if pattern.heads == "grouped" else 24,

@@ -107,8 +107,8 @@ def _look(
 ) -> tuple[Tally, NDArray[np.int64]]:
     """Numbers and cells of one head. Equal branches count once in the raw mask, and once each in the packed masks."""
     raw = _lists(distinct, num_tokens, block_size, is_causal)
-    alone = [(each, num_tokens) for each in (Near(near.window), Near(0, min(near.global_tokens, num_tokens))) if each]
-    masks = [*_packed_rows(branches, num_tokens), *alone]
+    near_masks = [(kind, num_tokens) for kind in (Near(near.window), Near(0, min(near.global_tokens, num_tokens))) if kind]
+    masks = [*_packed_rows(branches, num_tokens), *near_masks]
     tally = Tally(
         block_size=block_size,
         tiles=len(raw.partial_counts) ** 2,
@@ -160,9 +160,9 @@ def _gather(counts: Tensor, indices: Tensor, group: int) -> NDArray[np.int64]:
     cells = -(-len(counts) // group)
     place = torch.arange(indices.shape[1])
     rows = []
-    for first in range(0, len(counts), group):
-        listed = place < counts[first : first + group, None]
-        rows.append(torch.bincount(indices[first : first + group][listed] // group, minlength=cells))
+    for start in range(0, len(counts), group):
+        is_listed = place < counts[start : start + group, None]
+        rows.append(torch.bincount(indices[start : start + group][is_listed] // group, minlength=cells))
     return torch.stack(rows).numpy()
 
 
@@ -172,5 +172,4 @@ def all_heads(groups: Sequence[HeadTiles]) -> Tally:
     def total(name: str) -> int:
         return sum(len(group.heads) * getattr(group.tally, name) for group in groups)
 
-    first = groups[0].tally
-    return Tally(first.block_size, *(total(name) for name in Tally._fields[1:]))
+    return Tally(groups[0].tally.block_size, *(total(name) for name in Tally._fields[1:]))
