@@ -105,8 +105,8 @@ def choose_pattern(
     most = at_least_one("most", most)
     if not isinstance(patterns, Iterable):
         raise TypeError(f"patterns must be a sequence, got {patterns!r}; put one in a tuple")
-    own_patterns = tuple(patterns)
-    for pattern in own_patterns:
+    user_patterns = tuple(patterns)
+    for pattern in user_patterns:
         checked(pattern, num_tokens, num_kv_heads)
 
     def pairs_over(pattern: DilatedPattern) -> int:
@@ -133,13 +133,13 @@ def choose_pattern(
         if choice.is_within_budget:
             best.setdefault(choice.pattern.dilation_rates, choice)
     shown = [*best.values()][:most] or [min(tried, key=lambda choice: choice.pairs)]
-    shown = [replace(each, why=each.why + _beyond(each.pattern, num_tokens, num_kv_heads, is_causal)) for each in shown]
+    shown = [replace(choice, why=choice.why + _beyond(choice.pattern, num_tokens, num_kv_heads, is_causal)) for choice in shown]
     if not shown[0].is_within_budget:
         shown[0] = replace(shown[0], why=f"{shown[0].why} It is the cheapest: budget={rounded_up(shown[0].share):g} would do.")
     if all(max(choice.pattern.segment_lengths) < num_tokens for choice in shown):
         share = min(choice.share for choice in tried if max(choice.pattern.segment_lengths) >= num_tokens)
         shown[0] = replace(shown[0], why=f"{shown[0].why} A branch over the whole sequence fits budget={rounded_up(share):g}.")
-    for pattern in own_patterns:
+    for pattern in user_patterns:
         pairs = pattern.count_pairs(num_tokens, num_kv_heads, is_causal=is_causal)
         shown.append(judged(pattern, pairs, _about_given(pattern, num_tokens, num_kv_heads, is_causal=is_causal), is_given=True))
     return Choices(num_tokens, num_kv_heads, is_causal, float(budget), tuple(shown), tuple(tried))
@@ -152,21 +152,21 @@ def few_heads(choices: Choices) -> str | None:
     attention. Much is gained where such a branch and a local segment of `USEFUL_LOCAL` tokens are within the budget.
     """
     num_tokens, heads, budget = choices.num_tokens, choices.num_kv_heads, choices.budget
-    has_far = [each for each in choices.tried if each.is_within_budget and _num_parts(each.pattern) == 2]
+    with_far = [choice for choice in choices.tried if choice.is_within_budget and _num_parts(choice.pattern) == 2]
     preset, dense = (
         DilatedPattern.causal(num_tokens, heads),
         heads * num_tokens * (num_tokens + 1) / 2 if choices.is_causal else heads * num_tokens**2,
     )
     share = preset.count_pairs(num_tokens, heads, is_causal=choices.is_causal) / dense
-    if share <= LITTLE_GAIN or any(each.local >= USEFUL_LOCAL for each in has_far):
+    if share <= LITTLE_GAIN or any(choice.local >= USEFUL_LOCAL for choice in with_far):
         return None
     least, far = 1 / heads**2, f"a local segment of {USEFUL_LOCAL} tokens and a far branch over all tokens"
-    where = f"take at least {100 * least:.3g} % at any length, over the budget"
+    when = f"take at least {100 * least:.3g} % at any length, over the budget"
     if budget > least:
-        where = f"are within the budget from about {float(f'{USEFUL_LOCAL / (budget - least):.2g}'):,.0f} tokens on"
+        when = f"are within the budget from about {float(f'{USEFUL_LOCAL / (budget - least):.2g}'):,.0f} tokens on"
     return (
         f"few key/value heads ({heads}): little is gained at {num_tokens:,} tokens. DilatedPattern.causal({num_tokens}, {heads}), "
-        f"the default of models, takes {100 * share:.0f} % of the pairs; {far} {where}."
+        f"the default of models, takes {100 * share:.0f} % of the pairs; {far} {when}."
     )
 
 
@@ -215,11 +215,11 @@ def _about(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_ca
     reads = f"its segment of {segments[0].segment_length:,} tokens"
     if near:
         reads = f"a window of {near.window:,} tokens" + (f" and the first {near.global_tokens}" if near.global_tokens else "")
-    where = f"the tokens of longer segments of {far:,} and {third[0][0]:,}" if third else f"all {num_tokens:,} tokens"
+    far_tokens = f"the tokens of longer segments of {far:,} and {third[0][0]:,}" if third else f"all {num_tokens:,} tokens"
     num_readers = num_kv_heads // rate
     count = f"{num_readers} heads keep the same tokens" if num_readers > 1 else "each head keeps other tokens"
     order = " No token reads a later one." if is_causal else ""
-    return f"Each token reads {reads}. In each head, 1 in {rate} of {where} also read each other; {count}.{order}"
+    return f"Each token reads {reads}. In each head, 1 in {rate} of {far_tokens} also read each other; {count}.{order}"
 
 
 def _about_given(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool) -> str:

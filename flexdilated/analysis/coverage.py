@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from flexdilated.analysis.lattice import Integers, Together, borders, checked, each_block, merge_heads
+from flexdilated.analysis.lattice import Integers, Together, cell_starts, checked, each_block, merge_heads
 from flexdilated.analysis.reach import each_layer
 from flexdilated.core.branch import NONE, ceil_div
 from flexdilated.core.keywords import takes_num_kv_heads
@@ -38,8 +38,8 @@ def missing_residues(pattern: DilatedPattern, num_kv_heads: int) -> tuple[tuple[
     segments, _ = pattern.split("missing_residues")
     if max((rate for _, rate in segments), default=1) > MAX_RESIDUES:
         raise NotImplementedError(f"dilation_rates must be at most {MAX_RESIDUES} to list residues, got {pattern.dilation_rates}")
-    kept = [pattern.kept_offsets(branch, num_kv_heads) for branch in range(len(segments))]
-    missing = [tuple(residue for residue in range(rate) if residue not in offsets) for (_, rate), offsets in zip(segments, kept)]
+    offsets = [pattern.kept_offsets(branch, num_kv_heads) for branch in range(len(segments))]
+    missing = [tuple(residue for residue in range(rate) if residue not in present) for (_, rate), present in zip(segments, offsets)]
     return (*missing, *[()] * (len(pattern.branches) - len(segments)))
 
 
@@ -62,8 +62,8 @@ def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int)
     total = 0
     for size, repeats in each_block([branch.length for branch in branches], num_tokens):
         tokens, times = _representatives(branches, size)
-        kept = [np.isin(tokens % length % rate, offsets) for length, rate, offsets in branches]
-        total += repeats * int(times[~np.any(kept, axis=0)].sum())
+        is_kept = [np.isin(tokens % length % rate, offsets) for length, rate, offsets in branches]
+        total += repeats * int(times[~np.any(is_kept, axis=0)].sum())
     return total
 
 
@@ -86,34 +86,35 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int,
     """
     num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     branches, near = merge_heads(pattern, num_tokens, num_kv_heads)
-    step, first = max(near.window - 1, 0), min(near.global_tokens, num_tokens - 1)
+    step, num_global = max(near.window - 1, 0), min(near.global_tokens, num_tokens - 1)
+    distance = num_tokens - 1 - num_global  # from the first token that is not global to the last
     lengths, undilated = [branch.length for branch in branches], [branch.length for branch in branches if branch.rate == 1]
     if num_tokens == 1:
         return 0
-    if first and not is_causal:  # two layers over the global tokens, unless one layer is dense attention
-        whole = [branch for branch in branches if branch.length >= num_tokens]
-        ends = [first % branch.rate in branch.offsets and (num_tokens - 1 - first) % branch.rate == 0 for branch in whole]
-        if step < num_tokens - 1 - first and not any(ends):
-            return 2 if first < num_tokens - 1 else 1
-    if not step and not first and count_uncovered(pattern, num_tokens, num_kv_heads):
+    if num_global and not is_causal:  # two layers over the global tokens, unless one layer is dense attention
+        spanning = [branch for branch in branches if branch.length >= num_tokens]
+        ends = [num_global % branch.rate in branch.offsets and distance % branch.rate == 0 for branch in spanning]
+        if step < distance and not any(ends):
+            return 2 if distance else 1
+    if not step and not num_global and count_uncovered(pattern, num_tokens, num_kv_heads):
         return None
     shared = math.lcm(*(undilated if is_causal else lengths))  # a boundary of all branches; global tokens before it are seen
-    if not step and (num_tokens - 1) // shared * shared > first:
+    if not step and (num_tokens - 1) // shared * shared > num_global:
         return None
     if not branches:
-        return max(ceil_div(num_tokens - 1 - first, step) if step else 0, 1)
+        return max(ceil_div(distance, step) if step else 0, 1)
     longest = max([step + 1, *undilated])
     if undilated == lengths or longest >= num_tokens:
         # A token has seen a run of tokens around it. The last token takes longest to see the first that is not global.
         _check(num_tokens // longest, MAX_STEPS, "layers", num_tokens)
-        at, layers = num_tokens - 1, 0
-        while at > first:
-            at, layers = min([at - step, *(at // length * length for length in undilated)]), layers + 1
+        token, layers = num_tokens - 1, 0
+        while token > num_global:
+            token, layers = min([token - step, *(token // length * length for length in undilated)]), layers + 1
         return max(layers, 1)
     period = math.lcm(*(branch.rate for branch in branches))
     chain = [period, *sorted({length for length in lengths if length < num_tokens})]
-    if is_causal or step or first:
-        at_ends = 2 * period + first if len(chain) == 1 else num_tokens  # queries at each end, which represent all
+    if is_causal or step or num_global:
+        at_ends = 2 * period + num_global if len(chain) == 1 else num_tokens  # queries at each end, which represent all
         _check(num_tokens * max(min(2 * at_ends, num_tokens), 256), MAX_PAIRS, "pairs", num_tokens)
         tokens = np.arange(num_tokens)
         queries = np.unique(np.concatenate([tokens[:at_ends], tokens[-at_ends:]]))
@@ -124,9 +125,9 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int,
     column = np.arange(len(queries))
     seen_by = np.zeros((len(tokens), ceil_div(len(queries), 8)), np.uint8)  # a bit for each query
     seen_by[np.searchsorted(tokens, queries), column // 8] = 128 >> column % 8
-    _, everything = each_layer(seen_by, tokens, [Together(num_tokens, 1, (0,))], NONE, is_causal=is_causal)
+    _, all_queries = each_layer(seen_by, tokens, [Together(num_tokens, 1, (0,))], NONE, is_causal=is_causal)
     layers_seen = enumerate(each_layer(seen_by, tokens, branches, near, is_causal=is_causal))
-    return next((layers for layers, seen in layers_seen if (seen == everything).all()), None)
+    return next((layers for layers, queries_seen in layers_seen if (queries_seen == all_queries).all()), None)
 
 
 def _nested(start: int, stop: int, chain: list[int]) -> list[Integers]:
@@ -135,13 +136,13 @@ def _nested(start: int, stop: int, chain: list[int]) -> list[Integers]:
     if not shorter:
         return [np.arange(start, min(start + length, stop))]
     starts = range(start, stop, length)
-    return [tokens for at in sorted({*starts[:2], starts[-1]}) for tokens in _nested(at, min(at + length, stop), shorter)]
+    return [tokens for begin in sorted({*starts[:2], starts[-1]}) for tokens in _nested(begin, min(begin + length, stop), shorter)]
 
 
 def _representatives(branches: list[Together], num_tokens: int) -> tuple[Integers, Integers]:
     """One token of each residue in each cell, and the number of tokens that it represents."""
     period = min(math.lcm(*(branch.rate for branch in branches)), num_tokens)
-    start = borders(tuple(branch.length for branch in branches), num_tokens)
+    start = cell_starts(tuple(branch.length for branch in branches), num_tokens)
     size = np.diff(start, append=num_tokens)
     few = np.minimum(size, period)
     _check(int(few.sum()), MAX_TOKENS, "tokens", num_tokens)
@@ -149,9 +150,9 @@ def _representatives(branches: list[Together], num_tokens: int) -> tuple[Integer
     return np.repeat(start, few) + within, (np.repeat(size, few) - 1 - within) // period + 1
 
 
-def _check(count: int, most: int, what: str, num_tokens: int) -> None:
+def _check(count: int, most: int, unit: str, num_tokens: int) -> None:
     if count > most:
         raise NotImplementedError(
-            f"num_tokens must give at most {most} {what} to look at, got {count} for {num_tokens} tokens; use segments that span "
+            f"num_tokens must give at most {most} {unit} to look at, got {count} for {num_tokens} tokens; use segments that span "
             "the sequence, or that divide one another at rates that divide the shortest, or keys_seen for single queries"
         )

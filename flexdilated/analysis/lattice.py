@@ -61,7 +61,7 @@ def merge_heads(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -> 
     offsets: dict[tuple[int, int], set[int]] = {}
     for i, (length, rate) in enumerate(segments):
         offsets.setdefault((min(length, num_tokens), rate), set()).update(pattern.kept_offsets(i, num_kv_heads))
-    branches = [Together(length, rate, tuple(sorted(kept))) for (length, rate), kept in sorted(offsets.items())]
+    branches = [Together(length, rate, tuple(sorted(kept_offsets))) for (length, rate), kept_offsets in sorted(offsets.items())]
     return branches, near
 
 
@@ -74,7 +74,7 @@ def each_block(lengths: Sequence[int], num_tokens: int) -> Iterator[tuple[int, i
 
 
 @lru_cache(maxsize=32)
-def borders(lengths: tuple[int, ...], num_tokens: int) -> Integers:
+def cell_starts(lengths: tuple[int, ...], num_tokens: int) -> Integers:
     """The first token of each cell: all tokens of a cell lie in one segment of each length.
 
     Raises:
@@ -82,14 +82,14 @@ def borders(lengths: tuple[int, ...], num_tokens: int) -> Integers:
     """
     if (cells := sum(-(-num_tokens // length) for length in lengths)) > MOST_CELLS:
         raise NotImplementedError(
-            f"segment_lengths must have at most {MOST_CELLS} segments before their borders repeat, got {cells} of {lengths}; "
+            f"segment_lengths must have at most {MOST_CELLS} segments before their boundaries repeat, got {cells} of {lengths}; "
             "use lengths that divide one another, or fewer tokens"
         )
     starts = np.concatenate([np.arange(0, num_tokens, length, dtype=np.int64) for length in lengths])
     starts.sort(kind="stable")  # merges the sorted parts in a tenth of the time of `np.unique`, which hashes
-    cell_starts = starts[np.append(True, starts[1:] != starts[:-1])]
-    cell_starts.setflags(write=False)
-    return cell_starts
+    distinct_starts = starts[np.append(True, starts[1:] != starts[:-1])]
+    distinct_starts.setflags(write=False)
+    return distinct_starts
 
 
 def count_common(branches: Sequence[Kept], num_tokens: int) -> Integers:
@@ -104,16 +104,16 @@ def count_common(branches: Sequence[Kept], num_tokens: int) -> Integers:
             f"dilation_rates must be below 2**31 with a least common multiple below 2**62, got {tuple(rates)}; "
             "use rates that share factors"
         )
-    start = borders(tuple(sorted({branch.length for branch in branches})), num_tokens)
+    start = cell_starts(tuple(sorted({branch.length for branch in branches})), num_tokens)
     size = np.diff(start, append=num_tokens)
     first, step, joined = np.zeros_like(start), 1, np.ones(len(start), np.bool_)  # first + t * step: kept by the branches so far
     for length, rate, offset in branches:
-        gap, common = start // length * length + offset - first, math.gcd(step, rate)
-        if common > 1:
-            joined &= gap % common == 0
-        reduced_rate = rate // common
+        gap, divisor = start // length * length + offset - first, math.gcd(step, rate)
+        if divisor > 1:
+            joined &= gap % divisor == 0
+        reduced_rate = rate // divisor
         # The inner product stays below rate * rate, the outer one below the least common multiple.
-        first = first + step * (gap // common % reduced_rate * pow(step // common, -1, reduced_rate) % reduced_rate)
+        first = first + step * (gap // divisor % reduced_rate * pow(step // divisor, -1, reduced_rate) % reduced_rate)
         step *= reduced_rate
     within = (first - start) % step
     return np.where(joined & (within < size), (size - 1 - within) // step + 1, 0)

@@ -67,9 +67,10 @@ def count_pairs(
             pairs = Kept(length, rate, offset).count_pairs(num_tokens, is_causal=is_causal, near=near)
             row[start : start + step * heads : step] = [pairs] * heads
         counts.append(tuple(row))
-    every = near.count_pairs(num_tokens, is_causal=is_causal)
-    of_global = near._replace(window=0).count_pairs(num_tokens, is_causal=is_causal)
-    counts += [(every - of_global,) * num_kv_heads] * (near.window > 0) + [(of_global,) * num_kv_heads] * (near.global_tokens > 0)
+    near_pairs = near.count_pairs(num_tokens, is_causal=is_causal)
+    global_pairs = near._replace(window=0).count_pairs(num_tokens, is_causal=is_causal)
+    counts += [(near_pairs - global_pairs,) * num_kv_heads] * (near.window > 0)
+    counts += [(global_pairs,) * num_kv_heads] * (near.global_tokens > 0)
     return tuple(counts)
 
 
@@ -99,28 +100,28 @@ def count_multiplicities(
     num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     counts_by_head: list[dict[int, int]] = [{}] * num_kv_heads
     near = pattern.split("count_multiplicities")[1]
-    for kept, heads in group_heads(pattern, num_tokens, num_kv_heads).items():
-        if len(kept) > MAX_BRANCHES:
+    for clipped, heads in group_heads(pattern, num_tokens, num_kv_heads).items():
+        if len(clipped) > MAX_BRANCHES:
             raise NotImplementedError(
-                f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {len(kept)}"
+                f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {len(clipped)}"
             )
-        counts = _multiplicities(kept, near, num_tokens, is_causal=is_causal)
+        counts = _multiplicities(clipped, near, num_tokens, is_causal=is_causal)
         for head in heads:
             counts_by_head[head] = counts
     return tuple(dict(head_counts) for head_counts in counts_by_head)
 
 
-def _multiplicities(kept: tuple[Kept, ...], near: Near, num_tokens: int, *, is_causal: bool) -> dict[int, int]:
+def _multiplicities(branches: tuple[Kept, ...], near: Near, num_tokens: int, *, is_causal: bool) -> dict[int, int]:
     """`count_multiplicities` of one head. A pair that m branches join is in `comb(m, n)` of the sets of n branches."""
-    by_size = [0] * (len(kept) + 1)  # far pairs that all branches of a set join, summed over the sets of a size
+    by_size = [0] * (len(branches) + 1)  # far pairs that all branches of a set join, summed over the sets of a size
 
-    def add(chosen: tuple[Kept, ...], further: tuple[Kept, ...]) -> None:
+    def add(subset: tuple[Kept, ...], further: tuple[Kept, ...]) -> None:
         for i, branch in enumerate(further, start=1):
-            if pairs := _joined_by_all((*chosen, branch), near, num_tokens, is_causal=is_causal):
-                by_size[len(chosen) + 1] += pairs
-                add((*chosen, branch), further[i:])
+            if pairs := _joined_by_all((*subset, branch), near, num_tokens, is_causal=is_causal):
+                by_size[len(subset) + 1] += pairs
+                add((*subset, branch), further[i:])
 
-    add((), kept)
+    add((), branches)
     sizes = range(len(by_size))
     counts = {m: sum((-1) ** (n - m) * comb(n, m) * by_size[n] for n in sizes[m:]) for m in sizes[1:]}
     counts[1] = counts.get(1, 0) + near.count_pairs(num_tokens, is_causal=is_causal)
@@ -133,15 +134,15 @@ def _joined_by_all(branches: tuple[Kept, ...], near: Near, num_tokens: int, *, i
     apart = near.far_rows(lcm(*(branch.rate for branch in branches)))  # kept tokens of a cell are so far apart
 
     def far(rows: int) -> int:
-        kept = max(0, rows - apart)
-        return kept * (kept + 1) // 2 if is_causal else rows * rows if apart == 0 else kept * (kept + 1)
+        distant = max(0, rows - apart)
+        return distant * (distant + 1) // 2 if is_causal else rows * rows if apart == 0 else distant * (distant + 1)
 
-    lengths, first, total = [branch.length for branch in branches], min(near.global_tokens, num_tokens), 0
+    lengths, num_global, total = [branch.length for branch in branches], min(near.global_tokens, num_tokens), 0
     for size, repeats in each_block(lengths, num_tokens):
         counts, times = np.unique(count_common(branches, size), return_counts=True)
         total += repeats * sum(map(mul, map(far, counts.tolist()), times.tolist()))
-    if first:  # cells that hold global tokens count the others alone
-        skipped = count_common(branches, first).tolist()
-        whole = count_common(branches, min(-(-first // lcm(*lengths)) * lcm(*lengths), num_tokens)).tolist()
-        total += sum(far(rows - few) - far(rows) for rows, few in zip(whole, skipped))
+    if num_global:  # cells that hold global tokens count the others alone
+        skipped = count_common(branches, num_global).tolist()
+        cell_rows = count_common(branches, min(-(-num_global // lcm(*lengths)) * lcm(*lengths), num_tokens)).tolist()
+        total += sum(far(rows - few) - far(rows) for rows, few in zip(cell_rows, skipped))
     return total

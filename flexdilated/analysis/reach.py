@@ -35,8 +35,8 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -
     reach = [-1] * num_kv_heads
     near_pairs = pattern.split("longest_reach")[1]
     near = num_tokens - 1 if near_pairs.global_tokens else min(near_pairs.window, num_tokens) - 1
-    for kept, heads in group_heads(pattern, num_tokens, num_kv_heads).items():
-        most = max([near, *(branch.longest_reach() for branch in kept)])
+    for branches, heads in group_heads(pattern, num_tokens, num_kv_heads).items():
+        most = max([near, *(branch.longest_reach() for branch in branches)])
         for head in heads:
             reach[head] = most
     return tuple(reach)
@@ -96,8 +96,8 @@ def keys_seen(
     if not 0 <= query < num_tokens:
         raise ValueError(f"query must be in [0, N={num_tokens}), got {query}")
     branches, near = merge_heads(pattern, num_tokens, num_kv_heads)
-    step, first = max(near.window - 1, 0), near.global_tokens
-    if first and layers and not is_causal:  # global tokens see everything
+    step, num_global = max(near.window - 1, 0), near.global_tokens
+    if num_global and layers and not is_causal:  # global tokens see everything
         low, high, layers_left = 0, num_tokens, 0
     else:
         low, high, layers_left = query, query + 1, layers
@@ -117,8 +117,8 @@ def keys_seen(
             "use fewer layers or shorter segments"
         )
     position = np.arange(low, high)
-    if first and layers:
-        position = np.union1d(np.arange(min(first, num_tokens)), position)
+    if num_global and layers:
+        position = np.union1d(np.arange(min(num_global, num_tokens)), position)
         position = position[position <= query] if is_causal else position
     seen_by = islice(each_layer(position == query, position, branches, near, is_causal=is_causal), min(layers, num_tokens) + 1)
     return position[deque(seen_by, maxlen=1).pop()]
@@ -142,23 +142,23 @@ def each_layer(
         clique = tokens[rows] // length * rate + tokens[rows] % length % rate
         order = np.argsort(clique, kind="stable")
         cliques += np.split(rows[order], np.flatnonzero(np.diff(clique[order])) + 1)
-    step, first = max(near.window - 1, 0), int(np.searchsorted(tokens, near.global_tokens))
+    step, num_global = max(near.window - 1, 0), int(np.searchsorted(tokens, near.global_tokens))
     yield seen_by
     while True:
         further, reach = seen_by.copy(), 0
-        others = further[first:]
-        while reach < min(step, len(others)):  # 1, 3, 7, ... tokens on each side
+        ordinary = further[num_global:]
+        while reach < min(step, len(ordinary)):  # 1, 3, 7, ... tokens on each side
             by = min(reach + 1, step - reach)
-            others[:-by] |= others[by:]
+            ordinary[:-by] |= ordinary[by:]
             if not is_causal:
-                others[by:] |= others[:-by]
+                ordinary[by:] |= ordinary[:-by]
             reach += by
-        if first and is_causal:
-            further[:first] |= np.bitwise_or.reduce(seen_by[first:], axis=0)
-            further[first - 1 :: -1][:first] |= np.bitwise_or.accumulate(seen_by[first - 1 :: -1][:first])
-        elif first:
-            further[:first] |= np.bitwise_or.reduce(seen_by)
-            further |= np.bitwise_or.reduce(seen_by[:first])
+        if num_global and is_causal:
+            further[:num_global] |= np.bitwise_or.reduce(seen_by[num_global:], axis=0)
+            further[num_global - 1 :: -1][:num_global] |= np.bitwise_or.accumulate(seen_by[num_global - 1 :: -1][:num_global])
+        elif num_global:
+            further[:num_global] |= np.bitwise_or.reduce(seen_by)
+            further |= np.bitwise_or.reduce(seen_by[:num_global])
         for rows in cliques:
             further[rows] |= (np.bitwise_or.accumulate if is_causal else np.bitwise_or.reduce)(seen_by[rows])
         if (further == seen_by).all():

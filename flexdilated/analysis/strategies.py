@@ -139,17 +139,17 @@ def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
 
 def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
     """Ring attention and all-gather: every rank receives all keys and values."""
-    n, several = np.diff(plan.limits), layer.ranks > 1
+    n, has_peers = np.diff(plan.limits), layer.ranks > 1
     remote = (layer.tokens - n) * layer.kv_heads
     local = n * layer.kv_heads
     row = 2 * layer.head_dim * layer.itemsize * layer.batch
     # The sum of rank r's dK|dV starts at rank r + 1, so that a rank receives all but the one it starts.
     sums = (layer.tokens - np.roll(n, 1)) * layer.kv_heads
-    common: dict[str, Any] = {"forward": remote * row, "rows": remote.astype(np.float64)}
-    ring_buffers, all_rows = np.full_like(n, 2 * local.max() * row * several), (local + remote) * row * several
+    shared_costs: dict[str, Any] = {"forward": remote * row, "rows": remote.astype(np.float64)}
+    ring_buffers, all_rows = np.full_like(n, 2 * local.max() * row * has_peers), (local + remote) * row * has_peers
     return [
-        Strategy("ring-all", backward=(remote + sums) * row, buffers=ring_buffers, **common),
-        Strategy("all-gather", backward=(layer.ranks - 1) * local * row, buffers=all_rows, **common),
+        Strategy("ring-all", backward=(remote + sums) * row, buffers=ring_buffers, **shared_costs),
+        Strategy("all-gather", backward=(layer.ranks - 1) * local * row, buffers=all_rows, **shared_costs),
     ]
 
 

@@ -64,7 +64,7 @@ def test_what_cannot_be_counted_is_refused_and_told() -> None:
     with pytest.raises(NotImplementedError, match=r"dilation_rates must be below 2\*\*31 .*; use rates that share factors"):
         count_multiplicities(primes, 2**33, 1)
     short = DilatedPattern((101, 1_000_000_007), (1, 7))
-    with pytest.raises(NotImplementedError, match="segment_lengths must have at most 4194304 segments before their borders"):
+    with pytest.raises(NotImplementedError, match="segment_lengths must have at most 4194304 segments before their boundaries"):
         count_multiplicities(short, 10**9, 1)
     found = analyse(short, 10**9, 1)
     assert (found.multiplicities, found.duplicates, found.distinct_pairs) == (None, None, None)
