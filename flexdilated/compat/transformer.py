@@ -68,9 +68,9 @@ class _Layer(nn.Module):
         for projection in (self.linear1, self.linear2):
             set_initial_weights(projection, "xavier_normal_", gain=gamma_init)
 
-    def _feed_forward(self, x: Tensor, before: nn.Module, inside: nn.Module) -> Tensor:
-        """`x + linear2(inside(activation(linear1(before(x)))))`, with dropout."""
-        h = inside(self.dropout(self.activation(self.linear1(before(x)))))
+    def _feed_forward(self, x: Tensor, first_norm: nn.Module, inner_norm: nn.Module) -> Tensor:
+        """`x + linear2(inner_norm(activation(linear1(first_norm(x)))))`, with dropout."""
+        h = inner_norm(self.dropout(self.activation(self.linear1(first_norm(x)))))
         return x + self.dropout(self.linear2(h))
 
 
