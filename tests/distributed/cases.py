@@ -162,7 +162,7 @@ def traffic(plan: ContextPlan, exchange: str, kind: str) -> dict[tuple[int, int]
 
 def executors(plan: ContextPlan, branch: int, head: int) -> list[list[tuple[int, int, int]]]:
     """Per cut segment, the parts of a head that ranks compute, `(rank, first slot, end)`; none where rows travel."""
-    place = [each for each, _ in plan.kept[branch].heads].index(head)
+    place = [each for each, _ in plan.branch_heads[branch].heads].index(head)
     begin, end = np.searchsorted(plan.all_segments.branch, [branch, branch + 1]).tolist()
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(begin, end)]
     for segment, first, places, rank, low, high in zip(*(x.tolist() for x in plan.parts("heads"))):

@@ -111,7 +111,7 @@ def far_executors(plan: ContextPlan, branch: int, head: int, exchange: str) -> d
     parts, found = plan.parts(exchange), {}
     for number, place, places, rank, low, high in zip(*(column.tolist() for column in parts)):
         segment = plan.all_segments.where(number)
-        if segment.branch == branch and head in [held for held, _ in plan.kept[branch].heads[place : place + places]]:
+        if segment.branch == branch and head in [held for held, _ in plan.branch_heads[branch].heads[place : place + places]]:
             found |= dict.fromkeys(range(int(segment.token) + low, int(segment.token) + high), rank)
     return found
 
@@ -142,7 +142,7 @@ def test_rows_and_pairs_are_those_that_the_definition_needs(exchange: str) -> No
         for rank, head, query, key in computed(plan, exchange):
             pairs[rank] += 1
             for kind, token in (("q", query), ("kv", key)):
-                if token not in range(*plan.borders[rank : rank + 2]):
+                if token not in range(*plan.shard_starts[rank : rank + 2]):
                     rows[kind][rank].add((head, token))
         assert cost_model.pairs(plan, exchange).tolist() == pairs
         for kind, rank in product(KINDS, range(plan.num_ranks)):

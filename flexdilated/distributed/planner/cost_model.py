@@ -104,10 +104,10 @@ def buffer_bytes(plan: ContextPlan, exchange: str, *, rows: Counts | None = None
     size = _RowBytes(plan.group, **sizes)
     rows = listed(plan, exchange) if rows is None else rows
     kv, q, out = rows["kv"], rows["q"], rows["out"]
-    others = (q.received + q.sent) * size.q + (out.received + out.sent) * size.out
+    q_out_bytes = (q.received + q.sent) * size.q + (out.received + out.sent) * size.out
     if exchange == "ring":  # one message is read, one comes, one leaves
-        return (2 * kv.largest_received + kv.largest_sent) * size.kv + others
-    return (kv.received + kv.sent) * size.kv + others
+        return (2 * kv.largest_received + kv.largest_sent) * size.kv + q_out_bytes
+    return (kv.received + kv.sent) * size.kv + q_out_bytes
 
 
 def default_budget(plan: ContextPlan, *, head_dim: int, itemsize: int, batch: int = 1) -> int:

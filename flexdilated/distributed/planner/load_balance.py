@@ -70,13 +70,13 @@ def pairs_by_rows(cut: CutSegments) -> Integers:
     """`(num_ranks,)` pairs if each rank computes its own outputs; those of global tokens count where their keys are."""
     ranks, begin, end, num_tokens, count = cut.document_parts
     pairs = np.zeros(cut.num_ranks, np.int64)
-    for length, (rate, heads) in zip(cut.lengths, cut.kept):
+    for length, (rate, heads) in zip(cut.lengths, cut.branch_heads):
         w = np.minimum(length, num_tokens)
         for offset, num_kv_heads in Counter(offset for _, offset in heads).items():
             pairs_before = (_pairs_before(cut, position, num_tokens, w, rate, offset) for position in (begin, end))
             np.add.at(pairs, ranks, -num_kv_heads * count * np.subtract(*pairs_before))
     if cut.near:
-        np.add.at(pairs, ranks, cut.num_kept[-1] * count * _near_pairs(cut, begin, end, num_tokens))
+        np.add.at(pairs, ranks, cut.num_branch_heads[-1] * count * _near_pairs(cut, begin, end, num_tokens))
     return pairs
 
 
@@ -118,7 +118,7 @@ def _pairs_before(cut: CutSegments, position: Integers, num_tokens: Integers, w:
 
 def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:
     """`(num_ranks,)` pairs that each rank scores in these parts."""
-    pairs, segments, (start, _, offsets) = np.zeros(cut.num_ranks, np.int64), cut.all_segments, cut.all_kept
+    pairs, segments, (start, _, offsets) = np.zeros(cut.num_ranks, np.int64), cut.all_segments, cut.all_branch_heads
     part, place = expand_ranges(parts.place, parts.places)
     segment = parts.segment[part]
     branch, size = segments.branch[segment], segments.size[segment]
@@ -135,7 +135,7 @@ def own_parts(cut: CutSegments, segments: Integers) -> HeadParts:
     chosen = cut.all_segments.where(segments)
     index, rank = expand_ranges(chosen.first_rank, chosen.last_rank - chosen.first_rank + 1)
     low, high = cut.slots_of_rank(chosen.token[index], chosen.size[index], rank)
-    places = cut.num_kept[chosen.branch[index]]
+    places = cut.num_branch_heads[chosen.branch[index]]
     parts = HeadParts(segments[index], np.zeros_like(index), places, rank, low, high)
     return parts.where((low < high) & (places > 0))
 
@@ -149,7 +149,7 @@ def heads_exchange_pays_off(cut: CutSegments) -> Booleans:
     segments = cut.all_segments
     pays_off = np.zeros(len(segments.token), bool)
     # In other segments no rank lacks a token, or no head asks for one.
-    chosen = np.flatnonzero((segments.first_rank < segments.last_rank) & (cut.num_kept > 0)[segments.branch])
+    chosen = np.flatnonzero((segments.first_rank < segments.last_rank) & (cut.num_branch_heads > 0)[segments.branch])
     first, size = segments.token[chosen], segments.size[chosen]
     index, rank = expand_ranges(segments.first_rank[chosen], (segments.last_rank - segments.first_rank + 1)[chosen])
     low, high = cut.slots_of_rank(first[index], size[index], rank)
@@ -192,7 +192,7 @@ def _parts_of_segment(
 ) -> Iterator[tuple[int, ...]]:
     """The parts of one segment: `ranks[i]` holds `tokens[i]` of its tokens. Adds the pairs of each part to `pairs[rank]`."""
     segments = cut.all_segments
-    rate, heads = cut.kept[int(segments.branch[segment])]
+    rate, heads = cut.branch_heads[int(segments.branch[segment])]
     size = int(segments.size[segment])
     skipped, apart = -(-int(segments.skipped[segment]) // rate), cut.near.far_rows(rate)
     start = skipped + apart if cut.is_causal else skipped  # queries before it have near pairs alone

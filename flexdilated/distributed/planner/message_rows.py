@@ -50,8 +50,8 @@ class Message:
 
     def blocks(self) -> Iterator[tuple[Integers, Integers]]:
         """Runs of consecutive heads with equal numbers of rows: `heads`, and `(heads, rows)` tokens."""
-        borders = [0, *(np.flatnonzero(np.diff(self.counts)) + 1).tolist(), len(self.heads)]
-        for a, b in pairwise(borders):
+        limits = [0, *(np.flatnonzero(np.diff(self.counts)) + 1).tolist(), len(self.heads)]
+        for a, b in pairwise(limits):
             yield self.heads[a:b], np.stack(self.tokens[a:b])
 
 
@@ -65,7 +65,7 @@ def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bo
     number[[heads[0] for heads in classes]] = np.arange(len(classes))
     class_of_head = {head: i for i, heads in enumerate(classes) for head in heads}
     # Progressions of tokens, one for each span and class.
-    start, heads, offsets = plan.all_kept
+    start, heads, offsets = plan.all_branch_heads
     span, place = expand_ranges(start[spans.branch] + spans.place, spans.places)
     span, place = (x[number[heads[place]] >= 0] for x in (span, place))
     repeated, offset = spans.where(span), offsets[place]

@@ -41,8 +41,8 @@ class Spans(NamedTuple):
     place: Integers  # index of the first head, among the branch's heads of these ranks
     places: Integers  # number of heads
 
-    def where(self, chosen: Booleans | Integers | slice) -> Spans:
-        return Spans(*(x[chosen] for x in self))
+    def where(self, index: Booleans | Integers | slice) -> Spans:
+        return Spans(*(x[index] for x in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class ContextPlan(CutSegments):
     @cached_property
     def classes(self) -> dict[tuple[int | None, ...], tuple[int, ...]]:
         """Heads with equal offsets in every branch, by these offsets (None: the branch has no such head)."""
-        offsets = [dict(self.kept[branch].heads) for branch in range(len(self.pattern.branches))]
+        offsets = [dict(self.branch_heads[branch].heads) for branch in range(len(self.pattern.branches))]
         by_offsets: dict[tuple[int | None, ...], list[int]] = {}
         for head in range(len(self.within)):
             by_offsets.setdefault(tuple(branch_offsets.get(head) for branch_offsets in offsets), []).append(head)
@@ -88,7 +88,7 @@ class ContextPlan(CutSegments):
         parts = self.parts(exchange)
         parts = parts.where((receivers.start <= parts.executor) & (parts.executor < receivers.stop))
         segments, rate = self.all_segments.where(parts.segment), self.rates[self.all_segments.branch[parts.segment]]
-        found = []
+        span_parts = []
         for far in self.far_parts(parts.segment, parts.low, parts.high):
             low, high = (far.key, far.key_end) if kind == "kv" else (far.query, far.query_end)
             spans = Spans(
@@ -104,20 +104,20 @@ class ContextPlan(CutSegments):
                 place=parts.place,
                 places=parts.places,
             )
-            found.append(spans.where((far.query < far.query_end) & (low < high)))
+            span_parts.append(spans.where((far.query < far.query_end) & (low < high)))
         near = self.near_parts.where((receivers.start <= self.near_parts.rank) & (self.near_parts.rank < receivers.stop))
         first, end = (near.key, near.key_end) if kind == "kv" else (near.query, near.query_end)
-        none, heads = np.zeros_like(first), self.num_kept[near.branch]
-        own = {"branch": near.branch, "receiver": near.rank, "sender": near.rank, "first": first, "end": end, "origin": first}
-        found.append(Spans(**own, residue=none, residues=none + 1, place=none, places=heads))
-        wanted = Spans(*(np.concatenate(columns) for columns in zip(*found)))
-        holder = np.maximum(self.rank_of(wanted.first), senders.start)
-        last = np.minimum(self.rank_of(wanted.end - 1), senders.stop - 1)
+        none, heads = np.zeros_like(first), self.num_branch_heads[near.branch]
+        span = {"branch": near.branch, "receiver": near.rank, "sender": near.rank, "first": first, "end": end, "origin": first}
+        span_parts.append(Spans(**span, residue=none, residues=none + 1, place=none, places=heads))
+        requests = Spans(*(np.concatenate(columns) for columns in zip(*span_parts)))
+        holder = np.maximum(self.rank_of(requests.first), senders.start)
+        last = np.minimum(self.rank_of(requests.end - 1), senders.stop - 1)
         part, rank = expand_ranges(holder, np.maximum(0, last - holder + 1))
-        wanted = wanted.where(part)
-        first, end = np.maximum(wanted.first, self.limits[rank]), np.minimum(wanted.end, self.limits[rank + 1])
-        wanted = wanted._replace(sender=rank, first=first, end=end)
-        return wanted.where((first < end) & (rank != wanted.receiver))
+        requests = requests.where(part)
+        first, end = np.maximum(requests.first, self.limits[rank]), np.minimum(requests.end, self.limits[rank + 1])
+        requests = requests._replace(sender=rank, first=first, end=end)
+        return requests.where((first < end) & (rank != requests.receiver))
 
     @cached_property
     def assigned(self) -> Booleans:
@@ -147,7 +147,7 @@ class ContextPlan(CutSegments):
         return not len(self.all_segments.token) and not len(self.near_parts.rank)
 
 
-@recent(size=lambda plan, *integers, **named: plan.nbytes)
+@recent(size=lambda plan, *integers, **options: plan.nbytes)
 def context_plan(
     pattern: DilatedPattern,
     shard_lengths: tuple[int, ...],

@@ -57,7 +57,7 @@ def bounds(plan: ContextPlan, exchange: str) -> Counts:
     return _counts(plan, equivalent(plan, exchange), _most_rows)
 
 
-@recent(size=lambda found, plan, *options: plan.nbytes * 2 * len(KINDS))
+@recent(size=lambda counts, plan, *options: plan.nbytes * 2 * len(KINDS))
 def _counts(plan: ContextPlan, exchange: str, rows_of: Callable[[ContextPlan, str, str], Integers]) -> Counts:
     tables = {kind: rows_of(plan, exchange, kind) for kind in KINDS}
     counts = {
@@ -80,7 +80,7 @@ def _most_rows(plan: ContextPlan, exchange: str, kind: str) -> Integers:
     """`(receivers, senders)` rows of one kind at most."""
     ranks = plan.num_ranks
     rows = np.zeros((ranks, ranks), np.int64)
-    same_offset = np.array([max(Counter(offset for _, offset in heads).values(), default=0) for _, heads in plan.kept])
+    same_offset = np.array([max(Counter(offset for _, offset in heads).values(), default=0) for _, heads in plan.branch_heads])
     for receivers in plan.some_ranks():
         spans = plan.spans(exchange, kind, receivers=receivers)
         # A head keeps one of `rate` tokens, a token is kept by the heads of one offset.

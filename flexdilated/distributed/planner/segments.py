@@ -50,8 +50,8 @@ class SpanningSegments(NamedTuple):
     first_rank: Integers  # inclusive
     last_rank: Integers  # inclusive
 
-    def where(self, chosen: Booleans | Integers | slice) -> SpanningSegments:
-        return SpanningSegments(*(x[chosen] for x in self))
+    def where(self, index: Booleans | Integers | slice) -> SpanningSegments:
+        return SpanningSegments(*(x[index] for x in self))
 
 
 class NearParts(NamedTuple):
@@ -69,8 +69,8 @@ class NearParts(NamedTuple):
     key: Integers
     key_end: Integers  # exclusive
 
-    def where(self, chosen: Booleans) -> NearParts:
-        return NearParts(*(x[chosen] for x in self))
+    def where(self, index: Booleans) -> NearParts:
+        return NearParts(*(x[index] for x in self))
 
 
 class FarParts(NamedTuple):
@@ -113,14 +113,14 @@ class CutSegments:
         return sum(self.shard_lengths)
 
     @cached_property
-    def borders(self) -> tuple[int, ...]:
+    def shard_starts(self) -> tuple[int, ...]:
         """`(num_ranks + 1)` first tokens of the shards, and the number of tokens."""
         return tuple(accumulate(self.shard_lengths, initial=0))
 
     @cached_property
     def limits(self) -> Integers:
-        """`borders` as an array."""
-        return np.array(self.borders, np.int64)
+        """`shard_starts` as an array."""
+        return np.array(self.shard_starts, np.int64)
 
     @cached_property
     def near(self) -> Near:
@@ -150,10 +150,10 @@ class CutSegments:
         """`(first token, number of tokens)` of the documents that span more than one shard."""
         starts = [start for start, _ in self.documents]
         by_number = {}
-        for border in self.borders[1:-1]:
-            i = bisect_right(starts, border) - 1
+        for token in self.shard_starts[1:-1]:
+            i = bisect_right(starts, token) - 1
             # If several documents begin at one token, all but the last are empty.
-            if i >= 0 and starts[i] < border < sum(self.documents[i]):
+            if i >= 0 and starts[i] < token < sum(self.documents[i]):
                 by_number[i] = self.documents[i]
         return tuple(by_number.values())
 
@@ -164,7 +164,7 @@ class CutSegments:
         first, last = self.rank_of(start), self.rank_of(start + num_tokens - 1)
         document, rank = expand_ranges(first, last - first + 1)
         start, num_tokens = start[document], num_tokens[document]
-        begin, end = (np.clip(border - start, 0, num_tokens) for border in (self.limits[rank], self.limits[rank + 1]))
+        begin, end = (np.clip(limit - start, 0, num_tokens) for limit in (self.limits[rank], self.limits[rank + 1]))
         parts, count = np.unique(np.stack([rank, begin, end, num_tokens]), axis=1, return_counts=True)
         return (*parts, count)
 
@@ -183,11 +183,11 @@ class CutSegments:
         inner = np.unique(self.limits[1:-1])
         low, high = np.searchsorted(inner, start, side="right"), np.searchsorted(inner, start + num_tokens)
         document, number = expand_ranges(low, high - low)
-        border = inner[number] - start[document]
+        cut = inner[number] - start[document]
         w = np.minimum(self.lengths[:, None], num_tokens)  # (branches, documents)
-        # Cut by a border: segments that begin before it and end after it.
-        first, last = border // w[:, document], -(-border // w[:, document])  # (branches, borders)
-        # Several borders may cut one segment.
+        # Cut where a shard begins: segments that begin before it and end after it.
+        first, last = cut // w[:, document], -(-cut // w[:, document])  # (branches, cuts)
+        # Several shards may begin in one segment.
         first[:, 1:] = np.where(document[1:] == document[:-1], np.maximum(first[:, 1:], last[:, :-1]), first[:, 1:])
         pair, index = expand_ranges(first.reshape(-1), np.maximum(0, last - first).reshape(-1))
         branch, document = pair // max(1, len(document)), np.tile(document, len(w))[pair]
@@ -236,23 +236,23 @@ class CutSegments:
             # If several documents begin at one token, all but the last are empty.
             document = np.searchsorted(starts, end - 1 if is_after else begin, side="right") - 1
             start, stop = starts[document], (starts + num_tokens)[document]
-            rest = np.minimum(start + global_tokens, stop)  # the first token that is not global
+            local_start = np.minimum(start + global_tokens, stop)  # the first token that is not global
             first, last = np.maximum(begin, start), np.minimum(end, stop)
-            query = np.maximum(first, rest)
+            query = np.maximum(first, local_start)
             if reach > 0 and is_after:
                 add(window, np.maximum(query, last - reach), last, last, np.minimum(stop, last + reach))
             elif reach > 0:
-                add(window, query, np.minimum(last, query + reach), np.maximum(rest, query - reach), query)
+                add(window, query, np.minimum(last, query + reach), np.maximum(local_start, query - reach), query)
             if global_tokens and is_after:
-                add(first_tokens, last, rest, first, last)
+                add(first_tokens, last, local_start, first, last)
             elif global_tokens:
-                add(first_tokens, first if self.is_causal else query, last, start, np.minimum(rest, first))
+                add(first_tokens, first if self.is_causal else query, last, start, np.minimum(local_start, first))
             if global_tokens and not self.is_causal and not is_after:
-                add(first_tokens, start, np.minimum(rest, first), first, last)
+                add(first_tokens, start, np.minimum(local_start, first), first, last)
         return NearParts(*np.concatenate(parts, axis=1))
 
     @cached_property
-    def kept(self) -> tuple[BranchHeads, ...]:
+    def branch_heads(self) -> tuple[BranchHeads, ...]:
         """Per branch, the heads of these ranks and their offsets."""
         branches = []
         for branch, rate in enumerate(self.rates.tolist()):
@@ -262,15 +262,15 @@ class CutSegments:
         return tuple(branches)
 
     @cached_property
-    def all_kept(self) -> tuple[Integers, Integers, Integers]:
+    def all_branch_heads(self) -> tuple[Integers, Integers, Integers]:
         """`(start, heads, offsets)`: heads and offsets of all branches in one array each; branch `i` begins at `start[i]`."""
-        heads, offsets = np.array([head for branch in self.kept for head in branch.heads], np.int64).reshape(-1, 2).T
-        return np.cumsum(self.num_kept) - self.num_kept, heads, offsets
+        heads, offsets = np.array([head for branch in self.branch_heads for head in branch.heads], np.int64).reshape(-1, 2).T
+        return np.cumsum(self.num_branch_heads) - self.num_branch_heads, heads, offsets
 
     @cached_property
-    def num_kept(self) -> Integers:
+    def num_branch_heads(self) -> Integers:
         """`(branches,)` number of heads of these ranks."""
-        return np.array([len(branch.heads) for branch in self.kept], np.int64)
+        return np.array([len(branch.heads) for branch in self.branch_heads], np.int64)
 
 
 def segments_between(begin: Any, end: Any, num_tokens: Any, w: Any) -> tuple[Any, Any]:

@@ -53,14 +53,14 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
         for number, place, places, *slots in zip(*(column.tolist() for column in columns)):
             segment = segments.where(number)
             heads: dict[int, list[int]] = {}
-            for head, offset in plan.kept[int(segment.branch)].heads[place : place + places]:
+            for head, offset in plan.branch_heads[int(segment.branch)].heads[place : place + places]:
                 heads.setdefault(offset, []).append(head)
             for offset, task in zip(heads, _tasks_of_part(plan, segment, np.array([*heads]), slots, is_before=far.is_before)):
                 if task is not None:
                     lanes = ((head, int(segment.token) + offset) for head in heads[offset])
                     lanes_by_shape.setdefault(task.shape, []).extend(lanes)
     for token, task in _near_tasks(plan, rank):
-        lanes_by_shape.setdefault(task.shape, []).extend((head, token) for head, _ in plan.kept[task.branch].heads)
+        lanes_by_shape.setdefault(task.shape, []).extend((head, token) for head, _ in plan.branch_heads[task.branch].heads)
     return tuple(Task(*shape, *np.array(lanes, np.int64).T) for shape, lanes in lanes_by_shape.items())
 
 
@@ -71,15 +71,15 @@ def _tasks_of_part(
 
     `slots`: the first query, the end of queries, the first key, and the end of keys, as in `FarParts`.
     """
-    rate = plan.kept[int(segment.branch)].rate
+    rate = plan.branch_heads[int(segment.branch)].rate
     limits: tuple[Any, ...] = (segment.size, segment.padded, *slots)
     rows, padded, first, end, first_key, end_key = (kept_below(slot, rate, offsets).tolist() for slot in limits)
     apart = plan.near.far_rows(rate)
     band = (-UNBOUNDED, -apart if plan.is_causal or apart else UNBOUNDED) if is_before else (apart, UNBOUNDED)
     ranks = range(int(segment.first_rank), int(segment.last_rank) + 1)
-    slot_borders = np.clip(plan.limits[ranks.start : ranks.stop + 1] - segment.token, 0, segment.size)
-    borders = kept_below(slot_borders, rate, offsets[:, None]).tolist()  # (offsets, ranks + 1)
-    for i, border in enumerate(borders):
+    slot_starts = np.clip(plan.limits[ranks.start : ranks.stop + 1] - segment.token, 0, segment.size)
+    starts_by_offset = kept_below(slot_starts, rate, offsets[:, None]).tolist()  # (offsets, ranks + 1)
+    for i, starts in enumerate(starts_by_offset):
         if first[i] >= end[i]:
             yield None
             continue
@@ -90,20 +90,20 @@ def _tasks_of_part(
             queries=(first[i], end[i]),
             keys=(first_key[i], end_key[i]),
             band=band,
-            sources=tuple((rank, low, high) for rank, low, high in zip(ranks, border, border[1:]) if low < high),
+            sources=tuple((rank, low, high) for rank, low, high in zip(ranks, starts, starts[1:]) if low < high),
         )
 
 
 def _near_tasks(plan: ContextPlan, rank: int) -> Iterator[tuple[int, Task]]:
     """The tasks of near pairs (without their lanes), each with the token of row 0; none if the rank holds no head."""
     parts = plan.near_parts
-    parts = parts.where((parts.rank == rank) & (plan.num_kept[parts.branch] > 0))
+    parts = parts.where((parts.rank == rank) & (plan.num_branch_heads[parts.branch] > 0))
     for branch, _, query, query_end, key, key_end in zip(*(column.tolist() for column in parts)):
         kind = plan.pattern.branches[branch]
         token, end = min(query, key), max(query_end, key_end)
         first, last = plan.rank_of(np.array([token, end - 1])).tolist()
-        borders = (np.clip(plan.limits[first : last + 2], token, end) - token).tolist()
-        sources = zip(range(first, last + 1), borders, borders[1:])
+        starts = (np.clip(plan.limits[first : last + 2], token, end) - token).tolist()
+        sources = zip(range(first, last + 1), starts, starts[1:])
         yield (
             token,
             Task(
@@ -122,7 +122,7 @@ def _near_tasks(plan: ContextPlan, rank: int) -> Iterator[tuple[int, Task]]:
 @recent(size=lambda pieces, plan, rank: PIECE_BYTES * len(pieces) + plan.nbytes)
 def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
     """The pieces of the segments and near pairs inside a rank's shard; tokens count from the first one of the shard."""
-    begin, end = plan.borders[rank], plan.borders[rank + 1]
+    begin, end = plan.shard_starts[rank], plan.shard_starts[rank + 1]
     start, num_tokens = np.array(plan.documents, np.int64).reshape(-1, 2).T
     overlaps = (start < end) & (start + num_tokens > begin) & (num_tokens > 0)
     start, num_tokens = start[overlaps], num_tokens[overlaps]
@@ -145,11 +145,11 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
         groups = [(plan.pattern, documents)]
         if branch >= len(plan.lengths) and plan.near.global_tokens and documents and start[0] < begin:
             # A document that began before the shard has fewer global tokens in it, or none.
-            groups, left = [(plan.pattern, documents[1:])], max(0, plan.near.global_tokens - begin + int(start[0]))
-            if left or isinstance(plan.pattern.branches[branch], Window):
-                groups.append((replace(plan.pattern, global_tokens=left), documents[:1]))
-        for pattern, those in groups:
-            pieces += document_pieces(pattern, branch, those, plan.num_kv_heads, plan.is_causal, within=plan.within, covers=covers)
+            groups, num_global = [(plan.pattern, documents[1:])], max(0, plan.near.global_tokens - begin + int(start[0]))
+            if num_global or isinstance(plan.pattern.branches[branch], Window):
+                groups.append((replace(plan.pattern, global_tokens=num_global), documents[:1]))
+        for pattern, parts in groups:
+            pieces += document_pieces(pattern, branch, parts, plan.num_kv_heads, plan.is_causal, within=plan.within, covers=covers)
     return tuple(pieces)
 
 

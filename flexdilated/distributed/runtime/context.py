@@ -37,17 +37,16 @@ class RankContext(NamedTuple):
 
     def plan(self, inputs: Inputs, op_options: OpOptions) -> ContextPlan:
         """The plan of a call on some tensors."""
-        lengths, kv_heads = tuple(int(n) for n in self.shard_lengths), inputs.k.shape[2]
+        lengths, num_kv_heads = tuple(int(n) for n in self.shard_lengths), inputs.k.shape[2]
         hint = "" if inputs.cu_seqlens is None else f" of all ranks, shard_lengths={shown(lengths)}"
-        spans = documents(inputs.cu_seqlens, sum(lengths), hint)
-        within = range(op_options.first_head, op_options.first_head + kv_heads)
+        within = range(op_options.first_head, op_options.first_head + num_kv_heads)
         return context_plan(
             op_options.pattern,
             lengths,
             op_options.num_kv_heads,
             within=within,
-            group=inputs.q.shape[2] // kv_heads,
-            documents=spans,
+            group=inputs.q.shape[2] // num_kv_heads,
+            documents=documents(inputs.cu_seqlens, sum(lengths), hint),
             is_causal=op_options.is_causal,
         )
 
@@ -62,7 +61,7 @@ class RankContext(NamedTuple):
 
     def fields(self, plan: ContextPlan, inputs: Inputs, op_options: OpOptions, **functions: bool) -> Fields:
         """The fields that ranks compare. `functions`: whether there are functions; their code cannot be compared."""
-        q, kept = inputs.q, digest_of(inputs.q.device)
+        q = inputs.q
         no_functions = {"score_mod": False, "mask_mod": False, "score_mod_requires_grad": False, "flex": False}
         options = {
             "dtype": str(q.dtype),
@@ -73,7 +72,7 @@ class RankContext(NamedTuple):
             "sinks": self.has_sinks,
             "exchange": self.exchange,
             "differentiable": self.differentiable,
-            "measurements of `flexdilated tune` (one file for all ranks, or FLEXDILATED_CACHE=off)": kept,
+            "measurements of `flexdilated tune` (one file for all ranks, or FLEXDILATED_CACHE=off)": digest_of(q.device),
             "speeds": cost_model.speeds_of_environment() if self.exchange == "auto" else None,
             **no_functions,
             **functions,

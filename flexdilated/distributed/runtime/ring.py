@@ -35,15 +35,15 @@ def sources(
         rows = max((place.stop - place.start for place in places.values()), default=0)
         return buffers.k.new_empty(rows, buffers.batch, buffers.kv_width)
 
-    packed = longest(via.sends)  # has left when the next message is packed
-    arriving = [longest(via.receives) for _ in range(2)]
+    outgoing = longest(via.sends)  # has left when the next message is packed
+    incoming = [longest(via.receives) for _ in range(2)]
     for step in range(num_ranks):
         source, target = (rank - step - 1) % num_ranks, (rank + step + 1) % num_ranks
         sends, receives = {}, {}
         if target in via.sends:
-            sends[target] = buffers.kv_message(target, packed[: via.sends[target].stop - via.sends[target].start])
+            sends[target] = buffers.kv_message(target, outgoing[: via.sends[target].stop - via.sends[target].start])
         if source in via.receives:
-            receives[source] = arriving[step % 2][: via.receives[source].stop - via.receives[source].start]
+            receives[source] = incoming[step % 2][: via.receives[source].stop - via.receives[source].start]
         buffers.kv_rows.update(receives)
         wait = transport.swap(sends, receives)  # of the last step, nothing: a rank has no rows for itself
         if step == 0:

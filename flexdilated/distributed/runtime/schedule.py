@@ -61,7 +61,7 @@ class Schedule:
         return sum(index.nbytes for index in (*ranges, *blocks))
 
 
-@recent(size=lambda schedule, plan, *rest: schedule.nbytes + plan.nbytes, room=KEPT)
+@recent(size=lambda schedule, plan, *options: schedule.nbytes + plan.nbytes, room=KEPT)
 @in_no_mode
 def schedule(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -> Schedule:
     """The schedule of a rank; built once for every layer's pattern, as far as `KEPT` bytes allow."""
@@ -73,7 +73,7 @@ def schedule(plan: ContextPlan, exchange: str, rank: int, device: torch.device) 
         for number, task in enumerate(tasks):
             for owner, low, high, tokens in _ranges(task, kind):
                 if owner == rank:
-                    index[number, kind, owner] = RowIndex.strided(task.stride, tokens - plan.borders[rank], high - low, device)
+                    index[number, kind, owner] = RowIndex.strided(task.stride, tokens - plan.shard_starts[rank], high - low, device)
                 else:
                     pending.setdefault(owner, []).append((number, tokens, high - low))
         for message in messages(plan, exchange, kind, rank, sent=False):
