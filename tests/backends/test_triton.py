@@ -532,11 +532,11 @@ def test_a_captured_graph_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None
         found[stage] = groups.groups(pieces, device)
         assert groups.graph_stage(torch.device("cpu")) == "none"
     assert found["capture"] == tuple(groups.PieceGroup(piece, piece) for piece in pieces)
-    tabled = {stage: [group for group in found[stage] if group.each is not group.one] for stage in found}
-    alone = {stage: [group.one for group in found[stage] if group.each is group.one] for stage in found}
+    tabled = {stage: [group for group in found[stage] if group.stacked is not group.sample] for stage in found}
+    alone = {stage: [group.sample for group in found[stage] if group.stacked is group.sample] for stage in found}
     assert len(tabled["warm-up"]) == len(tabled["none"]) > 0
     # No piece is computed twice, and none is left out.
-    rows = {stage: sum(int(np.sum(group.each.rows)) for group in found[stage]) for stage in found}
+    rows = {stage: sum(int(np.sum(group.stacked.rows)) for group in found[stage]) for stage in found}
     assert rows["none"] == rows["warm-up"] == rows["capture"]
     assert len(alone["warm-up"]) == len(alone["none"]) + len(tabled["none"])
 
@@ -575,7 +575,7 @@ def test_numbers_of_a_table_may_pass_32_bits() -> None:
     far = PIECE._replace(token=3 << 31, segment_stride=7 << 31)
     tiles, lanes = np.array([[2, 3], [5, 7]])
     constants = {"WINDOWED": False}
-    planned = launch._over(None, groups._group([far, PIECE]).each, tiles, lanes, (), constants, TileConfig(16, 16, 4, 2))
+    planned = launch._over(None, groups._group([far, PIECE]).stacked, tiles, lanes, (), constants, TileConfig(16, 16, 4, 2))
     assert planned.table is not None
     table, owners = groups.table_of(*planned.table, torch.device("cpu"))
     assert planned.programs == len(owners) == 2 * 5 + 3 * 7

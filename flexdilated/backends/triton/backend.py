@@ -139,7 +139,7 @@ def _launches() -> Any:
 KERNEL = Kernel(
     "triton",
     why_not,
-    lambda *given: _launches().dense_forward(*given),
+    lambda *arguments: _launches().dense_forward(*arguments),
     lambda *tensors, options, dlse=None: _launches().dense_backward(*tensors, options=options, dlse=dlse),
     takes_dlse=True,
     windows="bounds",

@@ -9,14 +9,14 @@ from flexdilated.backends.triton.places import (
     band_tiles,
     load_described,
     load_rows,
-    load_seen,
+    load_visible,
     own_piece,
     place,
     row_pointers,
     rows_of,
-    seen_range,
     step_of,
     strides,
+    visible_range,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -78,11 +78,11 @@ def keys_tiles(
     """
     # The first tile of a loop is loaded ahead of it if there is one, and what leads to it is computed in any case: by a division by
     # 0 the compiler would conclude that there is one, and the load would arrive in shared memory that is used again by then.
-    some = tl.maximum(tiles, 1)
+    divisor = tl.maximum(tiles, 1)
     if tiles > 0:  # or no product overlaps another, as in `attend_tiles`
         for i in range(GROUP * tiles):
-            g = (i // some).to(tl.int64) if GROUP > 1 else 0
-            t = i % some if GROUP > 1 else i
+            g = (i // divisor).to(tl.int64) if GROUP > 1 else 0
+            t = i % divisor if GROUP > 1 else i
             later = last + (t - edges) * BLOCK_M if WINDOWED else last
             j = tl.where(t < edges, first + t * BLOCK_M, later) if MASKED else first + t * BLOCK_M
             m = j + tl.arange(0, BLOCK_M)
@@ -163,9 +163,9 @@ def differentiate_keys(
     V += (b * v_batch + kv_head * v_head + first_key * v_token) * UNIT + begin_n * v_step
     if IGNORES:
         IGNORED += b * ignored_batch + first_key * ignored_token
-    seen = load_seen(IGNORED, n, row_stride * ignored_token, keys, IGNORES)
-    k = load_rows(row_pointers(K, k_step, BLOCK_N, BLOCK_D, WIDE), seen, in_row, True, PADDED)
-    v = load_rows(row_pointers(V, v_step, BLOCK_N, BLOCK_D, WIDE), seen, in_row, True, PADDED)
+    visible = load_visible(IGNORED, n, row_stride * ignored_token, keys, IGNORES)
+    k = load_rows(row_pointers(K, k_step, BLOCK_N, BLOCK_D, WIDE), visible, in_row, True, PADDED)
+    v = load_rows(row_pointers(V, v_step, BLOCK_N, BLOCK_D, WIDE), visible, in_row, True, PADDED)
 
     h = kv_head * GROUP
     q_step, dout_step = step_of(row_stride, q_token, UNIT, WIDE), step_of(row_stride, dout_token, UNIT, WIDE)
@@ -200,8 +200,8 @@ def differentiate_keys(
         edges, wholes, last = (middle - begin) // BLOCK_M, (stop - middle) // BLOCK_M, stop
         masked = tl.maximum(tl.cdiv(end - begin, BLOCK_M) - wholes, 0)
     if IGNORES:
-        any_seen = tl.max(seen.to(tl.int32))
-        wholes, masked = wholes * any_seen, masked * any_seen
+        any_visible = tl.max(visible.to(tl.int32))
+        wholes, masked = wholes * any_visible, masked * any_visible
     dk, dv = keys_tiles(
         dk, dv, k, v, Q, DOUT, ROWS, DQ, middle, 0, 0, wholes, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, keys,
         queries, score_scale, in_row, low, high, GROUP, CAUSAL, WINDOWED, False, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M,
@@ -214,7 +214,7 @@ def differentiate_keys(
     )  # fmt: skip
 
     if IGNORES:  # scores of ignored keys are no scores
-        dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
+        dk, dv = tl.where(visible[:, None], dk, 0.0), tl.where(visible[:, None], dv, 0.0)
     dk_step, dv_step = step_of(row_stride, dk_token, UNIT, WIDE), step_of(row_stride, dv_token, UNIT, WIDE)
     DK += (b * dk_batch + kv_head * dk_head + first_key * dk_token) * UNIT + begin_n * dk_step
     DV += (b * dv_batch + kv_head * dv_head + first_key * dv_token) * UNIT + begin_n * dv_step
@@ -234,7 +234,7 @@ def queries_tiles(
             j = tl.where(i < middle, i, i + skipped) if MASKED and WINDOWED else i
             n = j + tl.arange(0, BLOCK_N)
             at = tl.cast(j, tl.int64)
-            there = load_seen(IGNORED, n, ignored_step, keys, IGNORES)
+            there = load_visible(IGNORED, n, ignored_step, keys, IGNORES)
             if DESCRIBED:
                 k, v = load_described(K, 0, j, BLOCK_N, BLOCK_D), load_described(V, 0, j, BLOCK_N, BLOCK_D)
             else:
@@ -243,12 +243,12 @@ def queries_tiles(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             p = tl.exp2(scores * scale - lse[:, None])
             if MASKED:
-                seen = there[None, :]
+                visible = there[None, :]
                 if WINDOWED:
-                    seen = seen & (n[None, :] - m[:, None] >= low) & (n[None, :] - m[:, None] <= high)
+                    visible = visible & (n[None, :] - m[:, None] >= low) & (n[None, :] - m[:, None] <= high)
                 elif CAUSAL:
-                    seen = seen & (m[:, None] >= n[None, :])
-                p = tl.where(seen, p, 0.0)
+                    visible = visible & (m[:, None] >= n[None, :])
+                p = tl.where(visible, p, 0.0)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
             dscores = (p * (dp - delta[:, None])).to(k.dtype)
             dq = tl.dot(dscores, k, dq, input_precision=PRECISION)
@@ -308,7 +308,7 @@ def differentiate_queries(
             tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, queries), low, high, keys, BLOCK_N
         )  # fmt: skip
     if IGNORES:
-        start, end = seen_range(IGNORED, ignored_step, start, end, keys, SCANNED)
+        start, end = visible_range(IGNORED, ignored_step, start, end, keys, SCANNED)
         start = start // BLOCK_N * BLOCK_N
         stop = middle
     else:

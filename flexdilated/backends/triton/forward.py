@@ -9,14 +9,14 @@ from flexdilated.backends.triton.places import (
     band_tiles,
     load_described,
     load_rows,
-    load_seen,
+    load_visible,
     own_piece,
     place,
     row_pointers,
     rows_of,
-    seen_range,
     step_of,
     strides,
+    visible_range,
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -43,19 +43,19 @@ def attend_tiles(
             j = tl.where(i < middle, i, i + skipped) if MASKED and WINDOWED else i
             n = j + tl.arange(0, BLOCK_N)
             at = tl.cast(j, tl.int64)
-            there = load_seen(IGNORED, n, ignored_step, keys, IGNORES)
+            there = load_visible(IGNORED, n, ignored_step, keys, IGNORES)
             if DESCRIBED:
                 k = load_described(K, lane, j, BLOCK_N, BLOCK_D, HOST)
             else:
                 k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if MASKED:
-                seen = there[None, :]
+                visible = there[None, :]
                 if WINDOWED:
-                    seen = seen & (n[None, :] - m[:, None] >= low) & (n[None, :] - m[:, None] <= high)
+                    visible = visible & (n[None, :] - m[:, None] >= low) & (n[None, :] - m[:, None] <= high)
                 elif CAUSAL:
-                    seen = seen & (m[:, None] >= n[None, :])
-                scores = tl.where(seen, scores * scale, -INFINITY)
+                    visible = visible & (m[:, None] >= n[None, :])
+                scores = tl.where(visible, scores * scale, -INFINITY)
                 new = tl.maximum(top, tl.max(scores, 1))
             else:
                 new = tl.maximum(top, tl.max(scores, 1) * scale)
@@ -115,19 +115,19 @@ def scores_of(
 @triton.jit
 def merge(OUT, LSE, acc, lse, stored, in_row):
     """Store a partial attention, merged with the one that is there. Rows that neither side reaches stay 0 and -inf."""
-    old = tl.load(LSE, mask=stored, other=-INFINITY)
-    high = tl.maximum(old, lse)
+    lse_before = tl.load(LSE, mask=stored, other=-INFINITY)
+    high = tl.maximum(lse_before, lse)
     base = tl.where(high == -INFINITY, 0.0, high)
-    keep, add = tl.exp(old - base), tl.exp(lse - base)
-    both = keep + add
-    reached = both != 0.0  # NaN, too, was reached: it stays
-    both = tl.where(reached, both, 1.0)
-    share = 1.0 / both
+    keep, add = tl.exp(lse_before - base), tl.exp(lse - base)
+    weight = keep + add
+    reached = weight != 0.0  # NaN, too, was reached: it stays
+    weight = tl.where(reached, weight, 1.0)
+    share = 1.0 / weight
     before = load_rows(OUT, stored, in_row, True, True).to(tl.float32)
     merged = before * (keep * share)[:, None] + acc * (add * share)[:, None]
     tl.debug_barrier()  # warps that hold the same rows have all read them
     tl.store(OUT, merged.to(OUT.dtype.element_ty), mask=stored[:, None] & in_row[None, :])
-    tl.store(LSE, tl.where(reached, base + tl.log(both), -INFINITY), mask=stored)
+    tl.store(LSE, tl.where(reached, base + tl.log(weight), -INFINITY), mask=stored)
 
 
 @triton.jit(
@@ -201,7 +201,7 @@ def attend(
             tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, queries), low, high, keys, BLOCK_N
         )  # fmt: skip
     if IGNORES:
-        start, end = seen_range(IGNORED, ignored_step, start, end, keys, SCANNED)
+        start, end = visible_range(IGNORED, ignored_step, start, end, keys, SCANNED)
         start = start // BLOCK_N * BLOCK_N
         stop = middle
     else:  # tiles of keys that every query sees, before those that take a mask

@@ -20,8 +20,8 @@ LEAST = 8
 class PieceGroup(NamedTuple):
     """Pieces of one part of a branch that one launch computes. Their rows are disjoint, so their order is free."""
 
-    one: Piece  # a piece of the group: a kernel is compiled for fields that are equal in all pieces of a group
-    each: Piece  # `one` if the group has one piece, else a `Piece` whose fields are `(P,)` arrays over the P pieces
+    sample: Piece  # a piece of the group: a kernel is compiled for fields that are equal in all pieces of a group
+    stacked: Piece  # `sample` if the group has one piece, else a `Piece` whose fields are `(P,)` arrays over the P pieces
 
 
 def groups(pieces: tuple[Piece, ...], device: torch.device) -> tuple[PieceGroup, ...]:
@@ -44,7 +44,7 @@ def graph_stage(device: torch.device) -> Literal["none", "warm-up", "capture"]:
         return "none" if torch.cuda.current_stream() == torch.cuda.default_stream() else "warm-up"
 
 
-@recent(size=lambda found, pieces, warms: 2 * PIECE_BYTES * len(pieces))
+@recent(size=lambda groups, pieces, warms: 2 * PIECE_BYTES * len(pieces))
 def _groups(pieces: tuple[Piece, ...], warms: bool) -> tuple[PieceGroup, ...]:
     launches = together(pieces)
     if warms:

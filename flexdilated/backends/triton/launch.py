@@ -104,42 +104,42 @@ def backward(
     options = _with_readable_mask(options)
     (dq, dk, dv), mask, score_scale = grads, _mask(options), options.scale * LOG2E
     rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=out.device)
-    (first,) = _planned(_plan_prepare, (), options, (out, dout, lse, *(() if dlse is None else (dlse,))), detaches)
-    _run(first, (out, dout, lse, dlse, rows), (), (), out)
+    (preparation,) = _planned(_plan_prepare, (), options, (out, dout, lse, *(() if dlse is None else (dlse,))), detaches)
+    _run(preparation, (out, dout, lse, dlse, rows), (), (), out)
     deltas = _planned(_plan_attend, pieces, options, (q, k, v, dout), "delta") if detaches else ()
     may_sum = _asks("SUMS", q) and q.shape[3] <= MOST_UNMEASURED and not torch.are_deterministic_algorithms_enabled()
     may_sum = may_sum and _may_describe(options, q, dout)
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if may_sum else None
-    each = 2 if sums is None else 1
-    planned = _planned(_plan_differentiate, pieces, options, (q, k, v, dout, dq, dk, dv), sums is not None)
-    for number in range(len(planned) // each):
-        own = rows
+    launches_per_group = 2 if sums is None else 1
+    launches = _planned(_plan_differentiate, pieces, options, (q, k, v, dout, dq, dk, dv), sums is not None)
+    for number in range(len(launches) // launches_per_group):
+        branch_rows = rows
         if detaches:
-            own = torch.empty_like(rows)
-            _run(deltas[number], (q, k, v, dout, None, mask, rows, own), (), (score_scale,), q)
-        given, into = (q, k, v, dout, own, mask), (dk, dv, dq if sums is None else sums)
-        _run(planned[each * number], given, into, (score_scale, options.scale), q)
+            branch_rows = torch.empty_like(rows)
+            _run(deltas[number], (q, k, v, dout, None, mask, rows, branch_rows), (), (score_scale,), q)
+        loaded, into = (q, k, v, dout, branch_rows, mask), (dk, dv, dq if sums is None else sums)
+        _run(launches[launches_per_group * number], loaded, into, (score_scale, options.scale), q)
         if sums is None:
-            _run(planned[each * number + 1], given, (dq,), (score_scale, options.scale * factor), q)
+            _run(launches[launches_per_group * number + 1], loaded, (dq,), (score_scale, options.scale * factor), q)
     if sums is not None and pieces and pieces[0].covers:
         torch.mul(sums, options.scale * factor, out=dq)
     elif sums is not None:
         dq.add_(sums, alpha=options.scale * factor)
 
 
-def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...], *more: Any) -> tuple[Launch, ...]:
+def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...], *mode: Any) -> tuple[Launch, ...]:
     """The launches that `make` plans, kept for pieces, shapes, strides and options."""
     if len(pieces) > MOST_PIECES:
-        return tuple(make(pieces, options, tensors, *more))
+        return tuple(make(pieces, options, tensors, *mode))
     kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), graph_stage(tensors[0].device))
     layouts = [(x.shape, x.stride()) for x in tensors]
-    key = (make, pieces, tensors[0].dtype, tensors[0].device, kind, DESCRIBES, HOSTS, AHEAD, LONG, more, *layouts)
-    found = PLANS.get(key)
-    if found is None:
+    key = (make, pieces, tensors[0].dtype, tensors[0].device, kind, DESCRIBES, HOSTS, AHEAD, LONG, mode, *layouts)
+    launches = PLANS.get(key)
+    if launches is None:
         if len(PLANS) >= MOST_PLANS:
             PLANS.clear()
-        found = PLANS[key] = tuple(make(pieces, options, tensors, *more))
-    return found
+        launches = PLANS[key] = tuple(make(pieces, options, tensors, *mode))
+    return launches
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ def dense_backward(
 def _whole(q: Tensor, k: Tensor, options: Options) -> tuple[Piece]:
     """All queries `(B, M, H, D)` against all keys `(B, N, Hkv, D)`, or those in the band of the options."""
     low, high = (-UNBOUNDED, 0 if options.is_causal else UNBOUNDED) if options.band is None else options.band
-    one = Piece(
+    piece = Piece(
         token=0,
         segments=1,
         segment_stride=0,
@@ -183,7 +183,7 @@ def _whole(q: Tensor, k: Tensor, options: Options) -> tuple[Piece]:
         covers=True,
         branch=0,
     )
-    return (one,)
+    return (piece,)
 
 
 def unit_of(x: Tensor) -> int:
@@ -209,26 +209,22 @@ def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Ten
     forms = ("HOSTS", "AHEAD", "LONG")  # `flexdilated tune` checks no other end
     hosts, forward_ahead, long = (HOSTS, AHEAD, LONG) if end else (_asks(form, q) for form in forms)
     for group in groups(pieces, q.device):
-        asked = (
-            bool(hosts)
-            and group.each is group.one
-            and _may_describe(options, k, v)
-            and all(_may_host(x, group.one) for x in (k, v))
-        )
+        sample, stacked = group
+        hosted = bool(hosts) and stacked is sample and _may_describe(options, k, v) and all(_may_host(x, sample) for x in (k, v))
         # The tiles of this form fit the memory of Hopper.
-        ahead = bool(forward_ahead) and not asked and options.ignored is None and q.shape[3] <= MOST_UNMEASURED
+        ahead = bool(forward_ahead) and not hosted and options.ignored is None and q.shape[3] <= MOST_UNMEASURED
         ahead = ahead and (_level(q)[0] == 9 or not q.is_cuda)
-        tiles = _tiles(attend, q, group.one, options=options, loaded=(k, v), group=q.shape[2] // k.shape[2], asked=asked)
-        tiles = longer(tiles, q.shape[-1], q.element_size()) if long and not asked else tiles
+        tiles = _tiles(attend, q, sample, options=options, loaded=(k, v), group=q.shape[2] // k.shape[2], unmeasured=hosted)
+        tiles = longer(tiles, q.shape[-1], q.element_size()) if long and not hosted else tiles
         if ahead:
             tiles = ahead_tiles(q.shape[3], q.element_size())
-        count = -(-group.each.rows // tiles.queries)
+        count = -(-stacked.rows // tiles.queries)
         constants = _constants(*tensors, group=group, options=options, tiles=tiles)
-        constants |= {"END": end or ("write" if group.one.covers else "merge"), "HOST": tiles.host, "AHEAD": ahead}
-        found = _over(
-            attend, group.each, tiles=count, lanes=_lanes(group.each, q, k), strides=strides, constants=constants, of=tiles
+        constants |= {"END": end or ("write" if sample.covers else "merge"), "HOST": tiles.host, "AHEAD": ahead}
+        planned = _over(
+            attend, stacked, tiles=count, lanes=_lanes(stacked, q, k), strides=strides, constants=constants, config=tiles
         )
-        yield found._replace(hosted=group.one) if tiles.host else found
+        yield planned._replace(hosted=sample) if tiles.host else planned
 
 
 def _plan_prepare(pieces: tuple[()], options: Options, tensors: tuple[Tensor, ...], detaches: bool) -> Iterator[Launch]:
@@ -249,17 +245,17 @@ def _plan_differentiate(pieces: tuple[Piece, ...], options: Options, tensors: tu
     q, k, v, dout, dq, dk, dv = tensors
     rows, mask = (q.shape[2] * dout.shape[1], dout.shape[1]), _mask_strides(options)
     for group in groups(pieces, q.device):
-        piece = group.each
+        sample, piece = group
         for kernel, loaded, into, length, lanes in (
             (differentiate_keys, (q, dout), (dk, dv, dq), piece.keys, _lanes(piece, k, k)),
             (differentiate_queries, (k, v), (dq,), piece.rows, _lanes(piece, q, k)),
         )[: 1 if sums else 2]:
-            tiles = _tiles(kernel, q, group.one, options=options, loaded=loaded, group=q.shape[2] // k.shape[2], asked=sums)
+            tiles = _tiles(kernel, q, sample, options=options, loaded=loaded, group=q.shape[2] // k.shape[2], unmeasured=sums)
             count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
             strides = (*_strides(q, k, v, dout, *into), *rows, *mask)
             constants = _constants(q, k, v, dout, *into, group=group, options=options, tiles=tiles)
-            constants |= {"ADDS": not group.one.covers, **({"SUMS": sums} if kernel is differentiate_keys else {})}
-            yield _over(kernel, piece, tiles=count, lanes=lanes, strides=strides, constants=constants, of=tiles)
+            constants |= {"ADDS": not sample.covers, **({"SUMS": sums} if kernel is differentiate_keys else {})}
+            yield _over(kernel, piece, tiles=count, lanes=lanes, strides=strides, constants=constants, config=tiles)
 
 
 def _run(
@@ -309,9 +305,9 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 
 def _tiles(
-    kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor], group: int, asked: bool
+    kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor], group: int, unmeasured: bool
 ) -> TileConfig:
-    if asked:
+    if unmeasured:
         return unmeasured_tiles(kernel.__name__, q.shape[-1], q.element_size())
     length = piece.rows if kernel is differentiate_keys else piece.keys
     rows = length if DESCRIBES and options.ignored is None and all(_describable(x) for x in loaded) else 0
@@ -367,7 +363,7 @@ def _over(
     lanes: int,
     strides: tuple[int, ...],
     constants: dict[str, Any],
-    of: TileConfig,
+    config: TileConfig,
 ) -> Launch:
     """The launch over a piece, or by a table over many: of a piece of arrays, `_numbers` are columns of that table."""
     numbers, programs = _numbers(piece, tiles), tiles * lanes
@@ -378,8 +374,8 @@ def _over(
     absent = () if band else (None, None)
     numbers += band
     if isinstance(programs, int):
-        return Launch(kernel, programs, None, (*strides, *numbers, *absent), constants, of)
-    return Launch(kernel, int(programs.sum()), (numbers, programs), (*strides, *(0,) * len(numbers), *absent), constants, of)
+        return Launch(kernel, programs, None, (*strides, *numbers, *absent), constants, config)
+    return Launch(kernel, int(programs.sum()), (numbers, programs), (*strides, *(0,) * len(numbers), *absent), constants, config)
 
 
 def _numbers(piece: Piece, tiles: int) -> tuple[int, ...]:
@@ -422,14 +418,15 @@ def _mask_strides(options: Options) -> tuple[int, int]:
     return (0, 0) if options.ignored is None else (options.ignored.stride(0), options.ignored.stride(1))
 
 
-def _constants(q: Tensor, k: Tensor, *others: Tensor, group: PieceGroup, options: Options, tiles: TileConfig) -> dict[str, Any]:
+def _constants(q: Tensor, k: Tensor, *tensors: Tensor, group: PieceGroup, options: Options, tiles: TileConfig) -> dict[str, Any]:
     """What every launch over a group is compiled for."""
-    widest = max(x.stride(1) for x in (q, k, *others))
+    widest = max(x.stride(1) for x in (q, k, *tensors))
     precision = "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee"
-    windowed = group.one.is_banded
-    call = {"GROUP": q.shape[2] // k.shape[2], "CAUSAL": group.one.high == 0 and not windowed, "WINDOWED": windowed}
+    sample, stacked = group
+    windowed = sample.is_banded
+    call = {"GROUP": q.shape[2] // k.shape[2], "CAUSAL": sample.high == 0 and not windowed, "WINDOWED": windowed}
     call["IGNORES"] = options.ignored is not None
-    memory = {"UNIT": unit_of(q), "WIDE": group.one.row_stride * widest * 256 >= 1 << 31, "TABLED": group.each is not group.one}
+    memory = {"UNIT": unit_of(q), "WIDE": sample.row_stride * widest * 256 >= 1 << 31, "TABLED": stacked is not sample}
     blocks = {"D": q.shape[3], "BLOCK_D": padded(q.shape[3]), "BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys}
     return {**call, **memory, **blocks, "PRECISION": precision, "DESCRIBED": tiles.described}
 

@@ -124,22 +124,22 @@ def load_described(rows, lane, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def load_seen(IGNORED, n, step, keys, IGNORES: tl.constexpr):
+def load_visible(IGNORED, n, step, keys, IGNORES: tl.constexpr):
     """Which of the keys `n` may be seen."""
-    seen = n < keys
+    visible = n < keys
     if IGNORES:
-        seen = seen & (tl.load(IGNORED + n.to(tl.int64) * step, mask=seen, other=0) == 0)
-    return seen
+        visible = visible & (tl.load(IGNORED + n.to(tl.int64) * step, mask=visible, other=0) == 0)
+    return visible
 
 
 @triton.jit
-def seen_range(IGNORED, step, begin, end, keys, BLOCK: tl.constexpr):
+def visible_range(IGNORED, step, begin, end, keys, BLOCK: tl.constexpr):
     """`(first, end)`: the part of `begin ... end` without the ignored keys at either side, which are not computed."""
     first = end
     last = 0
     for start in range(begin, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        seen = load_seen(IGNORED, n, step, tl.minimum(keys, end), True)
-        first = tl.minimum(first, tl.min(tl.where(seen, n, end)))
-        last = tl.maximum(last, tl.max(tl.where(seen, n + 1, 0)))
+        visible = load_visible(IGNORED, n, step, tl.minimum(keys, end), True)
+        first = tl.minimum(first, tl.min(tl.where(visible, n, end)))
+        last = tl.maximum(last, tl.max(tl.where(visible, n + 1, 0)))
     return first, last
