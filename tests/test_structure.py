@@ -197,3 +197,29 @@ def test_central_names_have_one_meaning() -> None:
         for name in ([node.name] if isinstance(node, ast.ClassDef) else [ast.unparse(x) for x in getattr(node, "targets", ())])
     ]
     assert not [name for name in sorted(central) if made.count(name) > 1]
+
+
+# Words that do not say what a value is.
+PRONOUNS = {
+    *("asked", "each", "every", "found", "given", "held", "kept", "one", "other", "others", "own", "rest", "second", "seen"),
+    *("several", "some", "these", "those", "wanted", "what", "whole"),
+}
+# Files, and folders without those below them, that still have such names.
+WITH_PRONOUNS = {
+    *(f"flexdilated/backends{folder}" for folder in ("", "/autograd", "/dense")),
+    *(f"flexdilated/{folder}" for folder in ("cli", "core", "decode", "hub/transformers", "masks", "nn", "tuning")),
+    *("flexdilated", "flexdilated/distributed", "flexdilated/distributed/planner/load_balance.py"),
+}
+
+
+def test_variables_are_nouns() -> None:
+    named = {
+        (file, f"{name} in line {node.lineno}")
+        for file in FILES
+        for node in ast.walk(tree(file))
+        for name in [node.arg if isinstance(node, ast.arg) else getattr(node, "id", "")]
+        if name in PRONOUNS and not isinstance(getattr(node, "ctx", None), ast.Load)
+    }
+    places = {place for file, _ in named for place in (file, file.rpartition("/")[0])}
+    assert not [(file, name) for file, name in sorted(named) if not {file, file.rpartition("/")[0]} & WITH_PRONOUNS]
+    assert not WITH_PRONOUNS - places, "no longer has one"
