@@ -60,7 +60,7 @@ def grid_cells(
     coords = tiles.coords
     if (twice := len(coords) - len(coords.unique(dim=0))) > 0:
         raise SlideError(f"has {twice} tiles at coordinates that another tile has too")
-    cells = cells_of(coords, side)
+    cells = coords.double().div(side).floor().to(torch.int64)
     outside = (cells < 0) | (cells >= slide_ngrids)
     if bool(outside.any()):
         row = int(outside.any(dim=1).nonzero()[0])
@@ -75,27 +75,15 @@ def grid_cells(
             f"has tile {row} at {coords[row].tolist()}, outside the slide of {width:g} x {height:g} pixels at level 0; coordinates "
             "are (x, y) in these pixels"
         )
-    if not shared_cells and (reason := why_shared(coords, side)) is not None:
-        raise SlideError(reason)
+    if not shared_cells and (occupied := len(cells.unique(dim=0))) < len(coords):
+        step = grid_step(coords)
+        distance = "" if step is None else f"; neighbours are {step} apart"
+        raise SlideError(
+            f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where they cannot be told apart{distance}: "
+            "multiply numbers of tiles, or pixels of another level, to get pixels of level 0; check --tile-size-level0; for tiles "
+            "that overlap use --shared-cells"
+        )
     return cells
-
-
-def cells_of(coords: Tensor, side: float) -> Tensor:
-    """Coordinates over the side of a tile, rounded down."""
-    return coords.double().div(side).floor().to(torch.int64)
-
-
-def why_shared(coords: Tensor, side: float) -> str | None:
-    """What is wrong where tiles would share cells, as the end of a sentence that begins with the slide; None where none do."""
-    occupied, step = len(cells_of(coords, side).unique(dim=0)), grid_step(coords)
-    if occupied == len(coords):
-        return None
-    distance = "" if step is None else f"; neighbours are {step} apart"
-    return (
-        f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where they cannot be told apart{distance}: "
-        "multiply numbers of tiles, or pixels of another level, to get pixels of level 0; check --tile-size-level0; for tiles that "
-        "overlap use --shared-cells"
-    )
 
 
 def grid_step(coords: Tensor) -> int | None:
