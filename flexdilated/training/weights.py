@@ -30,12 +30,14 @@ class Weights(NamedTuple):
         Raises:
             UserError: If its sizes, or what its weights mean, are others.
         """
-        saved_config, model_config = _explicit(self.config), _explicit(config)
+        configs = [  # with defaults filled in
+            replace(c, num_kv_heads=c.num_kv_heads or c.num_heads, ffn_dim=c.ffn_dim or 4 * c.embed_dim)
+            for c in (self.config, config)
+        ]
         for name in SIZES:
-            if getattr(saved_config, name) != getattr(model_config, name):
-                raise UserError(
-                    f"--weights must hold a model of {name}={getattr(model_config, name)}, got {getattr(saved_config, name)}"
-                )
+            saved_size, model_size = (getattr(c, name) for c in configs)
+            if saved_size != model_size:
+                raise UserError(f"--weights must hold a model of {name}={model_size}, got {saved_size}")
         model.load_state_dict(self.tensors)
 
 
@@ -56,8 +58,3 @@ def read_model(option: str, folder: Path, device: torch.device | str = "cpu") ->
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         advice = f"{option} must be the folder of a saved model, as <output>/dilated of a finished run"
         raise UserError(f"{advice}, got {folder}: {str(error).splitlines()[0]}") from None
-
-
-def _explicit(config: LongNetConfig) -> LongNetConfig:
-    """A configuration with defaults filled in."""
-    return replace(config, num_kv_heads=config.num_kv_heads or config.num_heads, ffn_dim=config.ffn_dim or 4 * config.embed_dim)
