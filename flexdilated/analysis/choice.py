@@ -153,11 +153,9 @@ def few_heads(choices: Choices) -> str | None:
     """
     num_tokens, heads, budget = choices.num_tokens, choices.num_kv_heads, choices.budget
     with_far = [choice for choice in choices.tried if choice.is_within_budget and _num_parts(choice.pattern) == 2]
-    preset, dense = (
-        DilatedPattern.causal(num_tokens, heads),
-        heads * num_tokens * (num_tokens + 1) / 2 if choices.is_causal else heads * num_tokens**2,
-    )
-    share = preset.count_pairs(num_tokens, heads, is_causal=choices.is_causal) / dense
+    patterns = (DilatedPattern.causal(num_tokens, heads), DilatedPattern((num_tokens,), (1,)))
+    pairs, dense = (pattern.count_pairs(num_tokens, heads, is_causal=choices.is_causal) for pattern in patterns)
+    share = pairs / dense
     if share <= LITTLE_GAIN or any(choice.local >= USEFUL_LOCAL for choice in with_far):
         return None
     least, far = 1 / heads**2, f"a local segment of {USEFUL_LOCAL} tokens and a far branch over all tokens"

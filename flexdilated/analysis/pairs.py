@@ -74,12 +74,6 @@ def count_pairs(
     return tuple(counts)
 
 
-def balance_of(counts: tuple[tuple[int, ...], ...]) -> Balance:
-    """How evenly the heads share the pairs that `count_pairs` counted."""
-    heads = [sum(column) for column in zip(*counts)]
-    return Balance(min(heads), max(heads), sum(heads) / len(heads))
-
-
 @takes_num_kv_heads
 def count_multiplicities(
     pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool = False

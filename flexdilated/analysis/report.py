@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from flexdilated.analysis.coverage import count_uncovered, layers_to_cover, missing_residues
 from flexdilated.analysis.lattice import checked
-from flexdilated.analysis.pairs import Balance, balance_of, count_multiplicities, count_pairs
+from flexdilated.analysis.pairs import Balance, count_multiplicities, count_pairs
 from flexdilated.analysis.reach import longest_reach
 from flexdilated.core.integers import at_least_one
 from flexdilated.core.keywords import takes_num_kv_heads
@@ -78,6 +78,7 @@ def analyse(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_c
     """
     num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     pairs = count_pairs(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
+    totals = [sum(column) for column in zip(*pairs)]  # by head
     not_counted: dict[str, str] = {}
 
     def counted(name: str, count: Callable[..., T], **options: bool) -> T | None:
@@ -95,7 +96,7 @@ def analyse(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_c
         pairs=pairs,
         dense_pairs=num_kv_heads * (num_tokens * (num_tokens + 1) // 2 if is_causal else num_tokens**2),
         multiplicities=counted("multiplicities", count_multiplicities, is_causal=is_causal),
-        balance=balance_of(pairs),
+        balance=Balance(min(totals), max(totals), sum(totals) / len(totals)),
         reach=longest_reach(pattern, num_tokens, num_kv_heads),
         missing_residues=missing_residues(pattern, num_kv_heads),
         uncrossed_boundary=pattern.first_uncrossed_boundary(num_tokens, num_kv_heads),
