@@ -163,7 +163,7 @@ def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(pl
     found: Counter[tuple[Any, ...]] = Counter()
     for rank in range(plan.num_ranks):
         for piece in local_pieces(plan, rank):
-            found.update((rank, *x) for x in piece_softmaxes(piece, plan.shard_starts[rank], is_causal=plan.is_causal))
+            found.update((rank, *x) for x in piece_softmaxes(piece, plan.limits[rank], is_causal=plan.is_causal))
         found_tasks = tasks_of(plan, exchange, rank)
         assert len({task.shape for task in found_tasks}) == len(found_tasks)
         for task in found_tasks:
@@ -184,7 +184,7 @@ def test_pieces_of_a_rank_lie_in_its_shard_and_those_that_tile_hold_it_once(plan
         tiles = [piece for piece in pieces if piece.covers]
         assert list(pieces[: len(tiles)]) == tiles
         held = Counter((x[0], x[1]) for piece in tiles for x in piece_softmaxes(piece, 0, is_causal=False))
-        shard = range(plan.shard_starts[rank], plan.shard_starts[rank + 1])
+        shard = range(plan.limits[rank], plan.limits[rank + 1])
         cut = tiling is not None and any(
             is_cut(plan, segment) and any(token in shard for token in segment.tokens) for segment in definition(plan)[tiling]
         )

@@ -142,7 +142,7 @@ def test_rows_and_pairs_are_those_that_the_definition_needs(exchange: str) -> No
         for rank, head, query, key in computed(plan, exchange):
             pairs[rank] += 1
             for kind, token in (("q", query), ("kv", key)):
-                if token not in range(*plan.shard_starts[rank : rank + 2]):
+                if token not in range(*plan.limits[rank : rank + 2]):
                     rows[kind][rank].add((head, token))
         assert cost_model.pairs(plan, exchange).tolist() == pairs
         for kind, rank in product(KINDS, range(plan.num_ranks)):

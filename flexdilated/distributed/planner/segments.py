@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,14 +112,9 @@ class CutSegments:
         return sum(self.shard_lengths)
 
     @cached_property
-    def shard_starts(self) -> tuple[int, ...]:
-        """`(num_ranks + 1)` first tokens of the shards, and the number of tokens."""
-        return tuple(accumulate(self.shard_lengths, initial=0))
-
-    @cached_property
     def limits(self) -> Integers:
-        """`shard_starts` as an array."""
-        return np.array(self.shard_starts, np.int64)
+        """`(num_ranks + 1,)` first tokens of the shards, and the number of tokens."""
+        return np.cumsum([0, *self.shard_lengths], dtype=np.int64)
 
     @cached_property
     def near(self) -> Near:
@@ -150,7 +144,7 @@ class CutSegments:
         """`(first token, number of tokens)` of the documents that span more than one shard."""
         starts = [start for start, _ in self.documents]
         by_number = {}
-        for token in self.shard_starts[1:-1]:
+        for token in self.limits[1:-1].tolist():
             i = bisect_right(starts, token) - 1
             # If several documents begin at one token, all but the last are empty.
             if i >= 0 and starts[i] < token < sum(self.documents[i]):

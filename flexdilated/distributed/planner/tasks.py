@@ -122,7 +122,7 @@ def _near_tasks(plan: ContextPlan, rank: int) -> Iterator[tuple[int, Task]]:
 @recent(size=lambda pieces, plan, rank: PIECE_BYTES * len(pieces) + plan.nbytes)
 def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
     """The pieces of the segments and near pairs inside a rank's shard; tokens count from the first one of the shard."""
-    begin, end = plan.shard_starts[rank], plan.shard_starts[rank + 1]
+    begin, end = plan.limits[rank : rank + 2].tolist()
     start, num_tokens = np.array(plan.documents, np.int64).reshape(-1, 2).T
     overlaps = (start < end) & (start + num_tokens > begin) & (num_tokens > 0)
     start, num_tokens = start[overlaps], num_tokens[overlaps]
@@ -140,7 +140,8 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
             columns = (x.tolist() for x in (start - begin, num_tokens, *limits))
             documents = [(token, count, range(low, high)) for token, count, low, high in zip(*columns)]
             # The whole segments of the branch that keeps everything cover a shard that cuts none of them.
-            covers = not _touches(plan, branch, rank)
+            cut = plan.all_segments
+            covers = not bool(((cut.branch == branch) & (cut.first_rank <= rank) & (rank <= cut.last_rank)).any())
         covers = covers and branch == everything_kept(plan.pattern)
         groups = [(plan.pattern, documents)]
         if branch >= len(plan.lengths) and plan.near.global_tokens and documents and start[0] < begin:
@@ -151,9 +152,3 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
         for pattern, parts in groups:
             pieces += document_pieces(pattern, branch, parts, plan.num_kv_heads, plan.is_causal, within=plan.within, covers=covers)
     return tuple(pieces)
-
-
-def _touches(plan: ContextPlan, branch: int, rank: int) -> bool:
-    """Whether a rank holds a part of a cut segment of a branch."""
-    segments = plan.all_segments
-    return bool(((segments.branch == branch) & (segments.first_rank <= rank) & (rank <= segments.last_rank)).any())

@@ -93,7 +93,7 @@ def row_exchange(
     for message in messages(plan, exchange, kind, rank, sent=True):
         sent_counts[message.peer] = message.num_rows
         local[message.peer] = tuple(
-            (as_int32(heads, device)[:, None], RowIndex.from_table(tokens - plan.shard_starts[rank], device))
+            (as_int32(heads, device)[:, None], RowIndex.from_table(tokens - plan.limits[rank], device))
             for heads, tokens in message.blocks()
         )
     return RowExchange(_places(sent_counts), _places(received_counts), local)

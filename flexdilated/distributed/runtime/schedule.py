@@ -73,7 +73,7 @@ def schedule(plan: ContextPlan, exchange: str, rank: int, device: torch.device) 
         for number, task in enumerate(tasks):
             for owner, low, high, tokens in _ranges(task, kind):
                 if owner == rank:
-                    index[number, kind, owner] = RowIndex.strided(task.stride, tokens - plan.shard_starts[rank], high - low, device)
+                    index[number, kind, owner] = RowIndex.strided(task.stride, tokens - plan.limits[rank], high - low, device)
                 else:
                     pending.setdefault(owner, []).append((number, tokens, high - low))
         for message in messages(plan, exchange, kind, rank, sent=False):

@@ -98,7 +98,7 @@ def attend_modified(
         pieces = local_pieces(plan, rank)
         pieces = pieces if call.backend == "flex" else dense_pieces(pieces, "mask", alone=True)
         layers: list[list[PartialOutput]] = [
-            [(piece, *attend_piece(q, k, v, mask, plan.shard_starts[rank], piece=piece, call=call)) for piece in branch]
+            [(piece, *attend_piece(q, k, v, mask, int(plan.limits[rank]), piece=piece, call=call)) for piece in branch]
             for _, branch in groupby(pieces, key=lambda piece: (piece.branch, piece.part))
         ]
         with torch.no_grad():
