@@ -102,7 +102,7 @@ def keys_seen(
     else:
         low, high, layers_left = query, query + 1, layers
     for _ in range(layers_left):
-        # A token is in the longest segment around it, but borders of shorter ones may lie farther out.
+        # A token is in the longest segment around it, but shorter ones may reach farther out.
         wider = (
             min([max(low - step, 0), *(low // length * length for length, _, _ in branches)]),
             max(min(end, num_tokens) for end in [high + step, *(-(-high // w) * w for w, _, _ in branches)]),
