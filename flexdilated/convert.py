@@ -95,17 +95,17 @@ def convert(
         if converted:
             first = next(iter(converted.values()))[0]
             raise ValueError(f"model must hold attention that is not dilated yet, got {first!r}: it is already converted")
-        names = [f"{paths[0]!r} of {_named(other)}" for other, paths in other_layers.items()]
+        names = [f"{paths[0]!r} of {_named(layer)}" for layer, paths in other_layers.items()]
         description = f"none but {', '.join(names[:3])}{', ...' if names[3:] else ''}" if names else "none"
         is_transformers = any(base.__module__.partition(".")[0] == "transformers" for base in type(model).__mro__)
         remedy = "models of the transformers library take a pattern by flexdilated.hub.transformers"
         if not is_transformers:
             remedy = "where a model calls scaled_dot_product_attention itself, call flexdilated.dilated_attention in its place"
         raise ValueError(f"model must hold {WANTED}, not skipped, got {description}; {remedy}")
-    for other, paths in other_layers.items():
-        if type(other).__module__.partition(".")[0] in PACKAGES and not set(paths) & set(skip):
+    for layer, paths in other_layers.items():
+        if type(layer).__module__.partition(".")[0] in PACKAGES and not set(paths) & set(skip):
             raise ValueError(
-                f"{paths[0]!r}: module must be {WANTED}, got {_named(other)}; name its path in skip to leave it as it is"
+                f"{paths[0]!r}: module must be {WANTED}, got {_named(layer)}; name its path in skip to leave it as it is"
             )
     cross = {
         layer.multihead_attn for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer)

@@ -170,8 +170,8 @@ def _weights(
                     end = max(low, min(first + num_seen, start + num_local))
                     add(branch, i, heads, slice(low - start, end - start, rate))
         for i, position in enumerate(positions if near else ()):
-            for seen in near.keys(position, num_tokens, is_causal=call.is_causal):
-                low, end = (min(max(bound - start, 0), num_local) for bound in (seen.start, seen.stop))
+            for keys in near.keys(position, num_tokens, is_causal=call.is_causal):
+                low, end = (min(max(bound - start, 0), num_local) for bound in (keys.start, keys.stop))
                 add(len(branches), i, slice(None), slice(low, end))
     lse = torch.logsumexp(mixed, dim=-1)
     if sums is not None:

@@ -202,18 +202,20 @@ def _along_hilbert(rows: Tensor, columns: Tensor, height: int, width: int) -> Te
         even_long = half_long + ((half_long % 2 == 1) & (long > 2)).long()
         even_wide = half_wide + ((half_wide % 2 == 1) & (wide > 2)).long()
 
-        second = halved & (u >= even_long)
-        first = halved & ~second
+        second_half = halved & (u >= even_long)
+        first_half = halved & ~second_half
         along = folded & (v >= even_wide)
         up = folded & ~along & (u < half_long)
         down = folded & ~along & ~up
 
-        place = place + second * (even_long * wide) + (along | down) * (half_long * even_wide) + down * (long * (wide - even_wide))
+        place = (
+            place + second_half * (even_long * wide) + (along | down) * (half_long * even_wide) + down * (long * (wide - even_wide))
+        )
         u, v = (
-            torch.where(up, v, torch.where(down, even_wide - 1 - v, u - second * even_long)),
+            torch.where(up, v, torch.where(down, even_wide - 1 - v, u - second_half * even_long)),
             torch.where(up, u, torch.where(down, long - 1 - u, v - along * even_wide)),
         )
         long, wide = (
-            torch.where(first, even_long, torch.where(up | down, even_wide, long - second * even_long)),
+            torch.where(first_half, even_long, torch.where(up | down, even_wide, long - second_half * even_long)),
             torch.where(up, half_long, torch.where(down, long - half_long, wide - along * even_wide)),
         )

@@ -129,10 +129,10 @@ def _branch(
     if score_mod is not None:
         scores = score_mod(scores, b, h, position[:, None], position).to(scores.dtype).expand_as(scores)
     if mask_mod is not None:
-        seen = mask_mod(b, h, position[:, None], position)
-        if seen.dtype != torch.bool:
-            raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {seen.dtype}")
-        visible = visible & seen
+        is_seen = mask_mod(b, h, position[:, None], position)
+        if is_seen.dtype != torch.bool:
+            raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {is_seen.dtype}")
+        visible = visible & is_seen
     visible = visible & (scores != -math.inf)
     reached = visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible, -math.inf).masked_fill(~reached, 0.0)
@@ -157,9 +157,9 @@ def joined_rows(
         if branch >= len(segments):
             joined[head] = is_in_window if isinstance(pattern.branches[branch], Window) else is_global
             continue
-        kept = (p % segment) % segments[branch].dilation_rate == pattern.offset(branch, head, num_kv_heads)
+        is_kept = (p % segment) % segments[branch].dilation_rate == pattern.offset(branch, head, num_kv_heads)
         same_segment = query // segment == key // segment
-        joined[head] = kept[:, None] & kept[None, :] & same_segment & ~is_global & ~is_in_window
+        joined[head] = is_kept[:, None] & is_kept[None, :] & same_segment & ~is_global & ~is_in_window
     return source, joined & (key <= query) if is_causal else joined
 
 

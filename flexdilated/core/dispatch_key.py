@@ -45,9 +45,9 @@ class DispatchKey:
         key_padding_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         dropout_p: float,
-        **wanted: bool,
+        **options: bool,
     ) -> DispatchKey:
-        """What a call with queries `(B, N, H, D)` and keys `(B, N, Hkv, D)` asks; `wanted`: what the caller wants."""
+        """What a call with queries `(B, N, H, D)` and keys `(B, N, Hkv, D)` asks; `options`: what the caller wants."""
         return cls(
             detect(q.device),
             q.dtype,
@@ -58,5 +58,5 @@ class DispatchKey:
             packed=cu_seqlens is not None,
             num_tokens=q.shape[1],
             window=pattern.window is not None,
-            **wanted,
+            **options,
         )

@@ -244,8 +244,8 @@ def _dtype_of(is_double: bool) -> torch.dtype:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
+    lower, upper = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([lower * cos - upper * sin, lower * sin + upper * cos], dim=-1).to(x.dtype)
 
 
 # Opaque operators: inductor would otherwise inline these tables where they are read, and compute a cosine for every element of
