@@ -297,7 +297,7 @@ def tests_slides(session: nox.Session) -> None:
 
 @nox.session(requires=BASE)
 def explorer(session: nox.Session) -> None:
-    """The page of docs/explorer in Chromium: its numbers beside the library's, its controls, its accessibility.
+    """The page of flexdilated/explorer in Chromium: its numbers beside the library's, its controls, its accessibility.
 
     The browser is the system's: on Debian `apt-get install chromium`.
     """

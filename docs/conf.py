@@ -115,7 +115,7 @@ _analyze = ModuleAnalyzer.analyze
 def _copy_explorer(app: Any, exception: Exception | None) -> None:
     # html_extra_path would put its index.html in the place of the site's own.
     if app.builder.format == "html" and exception is None:
-        shutil.copytree(Path(app.srcdir, "explorer"), Path(app.outdir, "explorer"), dirs_exist_ok=True)
+        shutil.copytree(Path(app.srcdir).parent / "flexdilated" / "explorer", Path(app.outdir, "explorer"), dirs_exist_ok=True)
 
 
 def setup(app: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flexdilated._version import __version__
-from flexdilated.cli import choose, convert, doctor, generate, plan, show, slides, train, tune
+from flexdilated.cli import choose, convert, doctor, explorer, generate, plan, show, slides, train, tune
 from flexdilated.cli.refusal import Command, CommandGroup
 from flexdilated.training.distributed import is_rank, leave
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 for _command in (show.show, doctor.doctor, tune.tune, plan.plan, choose.choose, convert.convert, train.train, generate.generate):
     app.command(cls=Command)(_command)
+app.command(cls=Command)(explorer.explorer)
 app.add_typer(slides.app)
 
 

@@ -13,8 +13,6 @@ from flexdilated.cli import options
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.choices import draw_choices
 
-EXPLORER = "docs/explorer/index.html"
-
 
 def choose(
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a sequence; of packed documents, the longest one.")],
@@ -46,12 +44,12 @@ def choose(
     found = choose_pattern(tokens, kv_heads, budget=budget, is_causal=causal, patterns=patterns)
     note = few_heads(found)
     python = [repr(each.pattern) for each in found.shown]
-    pages = [EXPLORER + _address(each.pattern, tokens, heads, kv_heads, causal=causal) for each in found.shown]
+    states = [_explorer_state(each.pattern, tokens, heads, kv_heads, causal=causal) for each in found.shown]
     if as_json:
         numbers = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "causal": causal, "budget": budget, "few_heads": note}
         shown = [
-            {"python": line, "explorer": page, **asdict(each), "pattern": each.pattern.to_dict()}
-            for line, page, each in zip(python, pages, found.shown)
+            {"python": line, "explorer": state, **asdict(each), "pattern": each.pattern.to_dict()}
+            for line, state, each in zip(python, states, found.shown)
         ]
         typer.echo(json.dumps({**numbers, "patterns": shown}, indent=1))
     else:
@@ -60,20 +58,21 @@ def choose(
         typer.echo(f"{title}; budget {100 * found.budget:.3g} % of dense attention")
         if note is not None:
             typer.echo(note)
-        for number, (line, page, each) in enumerate(zip(python, pages, found.shown), 1):
+        for number, (line, state, each) in enumerate(zip(python, states, found.shown), 1):
             over = "" if each.is_within_budget else ", over the budget"
             typer.echo(f"\n{number}  {line}")
             typer.echo(f"   {100 * each.share:.3g} % of dense attention{over}. {each.why}")
-            typer.echo(f"   {page}")
+            typer.echo(f"   flexdilated explorer '{state}'")
     if output is not None:
         options.write_picture(draw_choices(found), output, as_json=as_json)
 
 
-def _address(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, *, causal: bool) -> str:
-    """The part of the explorer's address that holds its state."""
+def _explorer_state(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, *, causal: bool) -> str:
+    """What the explorer's address holds after #. The last query sees the most."""
     segments, near = pattern.split("the explorer's address")
     parts = [f"{name}={','.join(map(str, values))}" for name, values in zip("wr", zip(*segments) if segments else ((), ()))]
     parts += [f"{name}={number}" for name, number in zip(("window", "first"), near) if number]
-    parts += [f"N={tokens}", f"H={heads}", f"KV={kv_heads}", f"causal={int(causal)}", f"heads={pattern.heads}"]
+    parts += [f"N={tokens}", f"H={heads}", f"KV={kv_heads}", f"causal={int(causal)}", f"query={tokens - 1}"]
     flags = ("zero_padding", "detach_weights")
-    return "#" + "&".join([*parts, f"offsets={pattern.offsets}", *(f"{flag}=1" for flag in flags if getattr(pattern, flag))])
+    rules = [f"heads={pattern.heads}", f"offsets={pattern.offsets}"]
+    return "&".join([*parts, *rules, *(f"{flag}=1" for flag in flags if getattr(pattern, flag))])

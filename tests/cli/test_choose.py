@@ -21,7 +21,7 @@ def test_prints_lines_of_python_with_sentences_and_addresses() -> None:
         "1  DilatedPattern((16, 512), (1, 4))",
         "   9.6 % of dense attention. Each token reads its segment of 16 tokens. In each head, 1 in 4 of all 512 tokens also read "
         "each other; 2 heads keep the same tokens. No token reads a later one.",
-        "   docs/explorer/index.html#w=16,512&r=1,4&N=512&H=16&KV=8&causal=1&heads=all&offsets=blocked",
+        "   flexdilated explorer 'w=16,512&r=1,4&N=512&H=16&KV=8&causal=1&query=511&heads=all&offsets=blocked'",
     ]
     assert lines[-3] == "6  DilatedPattern((64, 256), (1, 4), offsets='interleaved')"
     assert lines[-2].startswith("   15.8 % of dense attention, over the budget. Yours is not connected: ")
@@ -33,7 +33,7 @@ def test_budget_is_a_share_of_dense_attention(tmp_path: Path) -> None:
     assert code == 0
     assert out.startswith("127 tokens, 3 heads, not causal; budget 50 % of dense attention\n")
     assert "(1, 2, 4, 8, 16), zero_padding=True, detach_weights=True)" in out
-    assert out.endswith(f"&zero_padding=1&detach_weights=1\nwrote '{picture}'\n")
+    assert out.endswith(f"&zero_padding=1&detach_weights=1'\nwrote '{picture}'\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -58,7 +58,7 @@ def test_json_holds_what_is_printed() -> None:
     for number, each in enumerate(found["patterns"], 1):
         over = "" if each["is_within_budget"] else ", over the budget"
         share = f"{100 * each['share']:.3g} % of dense attention{over}. {each['why']}"
-        assert f"\n{number}  {each['python']}\n   {share}\n   {each['explorer']}\n" in printed
+        assert f"\n{number}  {each['python']}\n   {share}\n   flexdilated explorer '{each['explorer']}'\n" in printed
         pattern = DilatedPattern.from_dict(each["pattern"])
         assert each["pairs"] == pattern.count_pairs(512, 8)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 # The one place of the version, read: this runs where no torch is.
 VERSION_FILE = Path(__file__).parents[2] / "flexdilated" / "_version.py"
 VERSION = re.findall(r'^__version__ = "(.+)"$', VERSION_FILE.read_text(), flags=re.MULTILINE)[0]
+EXPLORER = {path.name for path in (VERSION_FILE.parent / "explorer").iterdir()}
 
 
 def relative_links(description: str) -> list[str]:
@@ -31,6 +32,7 @@ def problems(folder: Path) -> list[str]:
     checks = {
         f"the version must be {VERSION}, got {message['Version']}": message["Version"] == VERSION,
         "the wheel must hold flexdilated/py.typed": "flexdilated/py.typed" in packed,
+        "the wheel must hold the explorer": {f"flexdilated/explorer/{name}" for name in EXPLORER} <= packed,
         "the wheel must hold the licence": any(name.endswith("/licenses/LICENSE") for name in packed),
         "the wheel must hold nothing but the package": all(name.startswith("flexdilated") for name in packed),
         "the sdist must hold tests, docs and noxfile.py": {"tests/test_pattern.py", "docs/index.md", "noxfile.py"} <= sources,
