@@ -112,8 +112,10 @@ def answers(browser: Any) -> list[State]:
     expression = """states => states.map(state => {
         const found = explorer.compute(state);
         found.coarse = explorer.pictures(found.state, 7);
+        const heads = Array.from({ length: state.num_kv_heads }, (_, head) => head);
+        found.offsets = explorer.allBranchesOf(state).map(({ index }) => heads.map(head => explorer.offset(state, index, head)));
         found.reached = explorer.reachPicture(found.reach, state.seq_len).counts;
-        delete found.reach.bits;
+        delete found.reach.bits, delete found.reachOf.bits;
         return found;
     })"""
     found: list[State] = asked(page, expression, STATES)
@@ -181,14 +183,18 @@ def test_reach_over_layers_is_the_librarys(answers: list[State]) -> None:
     for state, found in zip(STATES, answers):
         num_tokens, causal = state["seq_len"], state["is_causal"]
         arguments = pattern_of(state), num_tokens, state["num_kv_heads"]
-        seen = [analysis.reachable(*arguments, layers=layer, is_causal=causal) for layer in range(len(found["reach"]["pairs"]) + 1)]
-        assert found["reach"]["pairs"] == grown([int(each.sum()) for each in seen]), state
-        assert found["reach"]["every"] == (num_tokens * (num_tokens + 1) // 2 if causal else num_tokens**2)
-        assert found["reach"]["layersToAll"] == analysis.layers_to_cover(*arguments, is_causal=causal), state
+        seen = [analysis.reachable(*arguments, layers=layer, is_causal=causal) for layer in range(len(found["reach"]["counts"]) + 1)]
+        counts, every = found["reach"]["counts"], num_tokens * (num_tokens + 1) // 2 if causal else num_tokens**2
+        assert (counts, found["reach"]["every"]) == (grown([int(each.sum()) for each in seen]), every), state
+        layers_to_all = len(counts) - 1 if counts[-1] == every else None
+        assert layers_to_all == analysis.layers_to_cover(*arguments, is_causal=causal), state
         shown = seen[min(state["layers"], len(seen) - 1)]
         assert found["reached"] == shown.astype(int).ravel().tolist(), state
-        assert found["reachOf"]["reached"] == grown([int(each[state["query"]].sum()) for each in seen]), state
+        assert found["reachOf"]["counts"] == grown([int(each[state["query"]].sum()) for each in seen]), state
         assert found["uncovered"] == analysis.count_uncovered(*arguments), state
+        missing = analysis.missing_residues(pattern_of(state), state["num_kv_heads"])
+        branches = zip(missing, state["segment_lengths"], state["dilation_rates"])
+        assert found["lost"] == [sum(p % w % r in gone for p in range(num_tokens)) for gone, w, r in branches], state
 
 
 def test_reach_of_one_query_over_a_long_sequence_is_the_librarys(page: Any) -> None:
@@ -196,10 +202,10 @@ def test_reach_of_one_query_over_a_long_sequence_is_the_librarys(page: Any) -> N
     for causal in (False, True):
         found = asked(page, "state => explorer.compute(state, ['reachOf'])", state | {"is_causal": causal})
         arguments = pattern_of(state), 50_021, 4, state["query"]
-        layers = range(len(found["reachOf"]["reached"]) + 1)
+        layers = range(len(found["reachOf"]["counts"]) + 1)
         seen = [analysis.keys_seen(*arguments, layers=layer, is_causal=causal) for layer in layers]
-        assert found["reachOf"]["reached"] == grown([len(each) for each in seen])
-        assert np.flatnonzero(found["reachOf"]["shown"]).tolist() == seen[state["layers"]].tolist()
+        assert found["reachOf"]["counts"] == grown([len(each) for each in seen])
+        assert np.flatnonzero(found["reachOf"]["bits"]).tolist() == seen[state["layers"]].tolist()
 
 
 def published(**changes: Any) -> State:

@@ -11,6 +11,7 @@
     tiles: (state) => explorer.tiles(state),
     reach: (state) => explorer.reach(state),
     reachOf: (state) => explorer.reachOf(state),
+    lost: (state) => explorer.lost(state),
     uncovered: (state) => explorer.uncovered(state),
   };
 
@@ -23,11 +24,6 @@
     if (message) return { message };
     const fits = { ...state, head: clamp(state.head, state.num_heads), query: clamp(state.query, state.seq_len) };
     const found = { message: null, state: fits, python: explorer.python(fits) };
-    found.offsets = explorer.allBranchesOf(fits).map(({ index }) => {
-      const [first, end] = explorer.headRange(fits, index);
-      return Array.from({ length: fits.num_kv_heads }, (_, head) =>
-        first <= head && head < end ? explorer.offset(fits, index, head) : null);
-    });
     for (const part of parts) found[part] = PARTS[part](fits);
     return found;
   }

@@ -1,79 +1,96 @@
-// What is drawn of a pattern, in exact integers: pictures of pairs, one query's keys, FlexAttention's tiles, reach over layers.
+// What is drawn of a pattern, in exact integers: pairs and their pictures, one query's keys, FlexAttention's tiles.
 "use strict";
 
 (() => {
-  const { ceilDiv, mod, nearOf, numKept, rowsApart } = explorer;
+  const { ceilDiv, isNear, mod, nearOf, numKept } = explorer;
   const MOST_CELLS = 512; // of a picture, per side
   const MOST_BLOCKS = 8192; // of a block mask, per side: as `flexdilated show --blocks`
-  const MOST_REACHED = 4096; // tokens of which all pairs are followed through the layers
-  const MOST_FOLLOWED = 1 << 22; // tokens of which one query is
+  const MOST_FOLLOWED = 1 << 22; // tokens that are looked at one by one
 
   const tokensPerCell = (numTokens, most = MOST_CELLS) => ceilDiv(numTokens, most);
 
   // -- pairs -------------------------------------------------------------------------------------------------------------------
 
+  // Whether a branch of a head joins a pair; that no key may come after its query is asked beside it.
+  const joins = ({ length, rate, offset, window, first }, query, key) => window ? Math.abs(query - key) < window
+    : first ? Math.min(query, key) < first
+    : Math.floor(query / length) === Math.floor(key / length) && (query % length) % rate === offset && (key % length) % rate === offset;
+
+  // The branches for which a pair counts: those of segments leave out what is near.
+  function joining(branches, query, key, isCausal) {
+    const found = isCausal && key > query ? [] : branches.filter((branch) => joins(branch, query, key));
+    return found.some(isNear) ? found.filter(isNear) : found;
+  }
+
+  // A branch as a sum of lattices: of each segment the pairs of every rate-th token from `skipped` on that are at least `apart` rows apart.
+  function lattices(branch, { window, first }) {
+    if (branch.first) return [{ sign: 1, skipped: 0, apart: 0 }, { sign: -1, skipped: first, apart: 0 }];
+    if (branch.window) return [{ sign: 1, skipped: first, apart: 0 }, { sign: -1, skipped: first, apart: window }];
+    return [{ sign: 1, skipped: first, apart: window ? Math.floor((window - 1) / branch.rate) + 1 : 0 }];
+  }
+
+  // Pairs of a lattice among the tokens of [begin, end). BigInt: they grow with the square of the segment.
+  function pairsWithin({ length, rate, offset }, { sign, skipped, apart }, begin, end, isCausal) {
+    const from = Math.max(begin, skipped), first = Math.floor(from / length), last = Math.floor((end - 1) / length);
+    const pairs = (low, high) => {
+      const kept = BigInt(numKept(high, rate, offset) - numKept(low, rate, offset)), far = kept > apart ? kept - BigInt(apart) : 0n;
+      return isCausal ? (far * (far + 1n)) / 2n : apart ? far * (far + 1n) : kept * kept;
+    };
+    if (from >= end) return 0n;
+    if (first === last) return BigInt(sign) * pairs(from - first * length, end - first * length);
+    return BigInt(sign) * (pairs(from - first * length, length) + BigInt(last - first - 1) * pairs(0, length) + pairs(0, end - last * length));
+  }
+
+  // (query, key) pairs that one head of a branch scores.
+  const pairsOfBranch = (branch, near, numTokens, isCausal) => lattices(branch, near)
+    .reduce((sum, lattice) => sum + pairsWithin(branch, lattice, 0, numTokens, isCausal), 0n);
+
+  // Over all key/value heads, a pair that m branches join counted m times: per branch, in all, and those of dense attention.
+  function countPairs(state, numTokens = state.seq_len) {
+    const near = nearOf(explorer.allBranchesOf(state)), n = BigInt(numTokens);
+    const branches = explorer.allBranchesOf(state).map((branch) => [...explorer.offsetsOf(state, branch.index)].reduce((sum, [offset, heads]) =>
+      sum + BigInt(heads) * pairsOfBranch({ ...branch, offset }, near, numTokens, state.is_causal), 0n));
+    const dense = BigInt(state.num_kv_heads) * (state.is_causal ? (n * (n + 1n)) / 2n : n * n);
+    return { branches, total: branches.reduce((sum, pairs) => sum + pairs, 0n), dense };
+  }
+
   // (cells x cells): for each cell of c x c pairs, the sum over them of how many branches join the pair. A cell is a pair when
   // c is 1, and the sum is its multiplicity.
   function picture(branches, numTokens, isCausal, most = MOST_CELLS) {
-    const c = tokensPerCell(numTokens, most);
-    const cells = ceilDiv(numTokens, c);
+    const c = tokensPerCell(numTokens, most), cells = ceilDiv(numTokens, c);
     const counts = new Float64Array(cells * cells);
-    const near = nearOf(branches);
-    if (near.window || near.first) addNear(counts, cells, c, near, numTokens, isCausal);
-    for (const branch of explorer.segmentsOf(branches)) addBranch(counts, cells, c, branch, near, numTokens, isCausal);
+    for (const branch of branches) {
+      for (const lattice of lattices(branch, nearOf(branches))) addLattice(counts, cells, c, branch, lattice, numTokens, isCausal);
+    }
     return { cells, tokensPerCell: c, counts };
   }
 
-  // How many pairs of tokens of [begin, end) and [first, stop) have a key at most `most` tokens after the query.
-  function pairsUpTo(most, begin, end, first, stop) {
-    const rows = end - begin, columns = stop - first;
-    const low = Math.min(Math.max(most + 1 + begin - first, -rows), columns); // keys of the first query; of each other one more
-    const [a, b] = [low, low + rows].map((x) => Math.min(Math.max(x, 0), columns));
-    return (b * (b - 1) - a * (a - 1)) / 2 + columns * Math.max(low + rows - columns, 0);
-  }
-
-  // Pairs of the window, and all pairs but those without a global token.
-  function addNear(counts, cells, c, { window, first }, numTokens, isCausal) {
-    const far = Math.ceil((window - 1) / c) + 1; // cells that a row of cells sees to a side, at most
+  // Two cells share at most one segment: that of the earlier one's last token.
+  function addLattice(counts, cells, c, branch, lattice, numTokens, isCausal) {
+    const { length } = branch, { sign, skipped, apart } = lattice;
+    const edge = (i) => Math.min(i * c, numTokens), segmentOf = (token) => Math.floor(token / length);
+    const rows = (segment, begin, end) => [Math.max(begin, skipped), Math.max(end, skipped)]
+      .map((token) => numKept(Math.min(Math.max(token - segment * length, 0), length), branch.rate, branch.offset));
+    const first = [], last = [], rowsFirst = [], rowsLast = []; // of each cell: the segments of its first and its last token, and the rows there
     for (let i = 0; i < cells; i++) {
-      const at = (k, from) => [Math.max(k * c, from), Math.max(Math.min((k + 1) * c, numTokens), from)];
-      for (let j = 0; j < (isCausal ? i + 1 : cells); j++) {
-        const all = [...at(i, 0), ...at(j, 0)], later = [...at(i, first), ...at(j, first)], most = isCausal ? 0 : numTokens;
-        if (first) counts[i * cells + j] += pairsUpTo(most, ...all) - pairsUpTo(most, ...later);
-        if (window && Math.abs(i - j) <= far) counts[i * cells + j] += pairsUpTo(isCausal ? 0 : window - 1, ...later) - pairsUpTo(-window, ...later);
+      counts[i * cells + i] += Number(pairsWithin(branch, lattice, edge(i), edge(i + 1), isCausal));
+      first.push(segmentOf(edge(i)));
+      last.push(segmentOf(edge(i + 1) - 1));
+      rowsFirst.push(rows(first[i], edge(i), edge(i + 1)));
+      rowsLast.push(rows(last[i], edge(i), edge(i + 1)));
+      for (let j = i - 1; j >= 0 && last[j] === first[i]; j--) {
+        const pairs = sign * pairsApart(apart, rowsFirst[i], rowsLast[j]);
+        counts[i * cells + j] += pairs;
+        if (!isCausal) counts[j * cells + i] += pairs;
       }
     }
   }
 
-  function addBranch(counts, cells, c, branch, near, numTokens, isCausal) {
-    const w = Math.min(branch.length, numTokens), apart = rowsApart(near, branch.rate);
-    // `rows`: the range of a segment's rows in tokens [begin, end), without global tokens. `joined`: the pairs that are far enough apart.
-    const rows = (segment, begin, end) => {
-      const [skipped, from, to] = [near.first, begin, end].map((token) => numKept(Math.min(token - segment * w, w), branch.rate, branch.offset));
-      return [Math.max(from, skipped), Math.max(from, skipped, to)];
-    };
-    const joined = (queries, keys) => pairsUpTo(-apart, ...queries, ...keys) +
-      (isCausal ? 0 : (queries[1] - queries[0]) * (keys[1] - keys[0]) - pairsUpTo(Math.max(apart, 1) - 1, ...queries, ...keys));
-    const square = (queries) => joined(queries, queries), whole = (segment) => square(rows(segment, segment * w, (segment + 1) * w));
-    const begun = Math.floor(near.first / w); // the segment of the first token that is not global
-    // Of each cell the segment of its first and of its last token, and the rows in either.
-    const first = new Float64Array(cells), last = new Float64Array(cells), rowsFirst = [], rowsLast = [];
-    for (let i = 0; i < cells; i++) {
-      const begin = i * c, end = Math.min(begin + c, numTokens);
-      const a = (first[i] = Math.floor(begin / w)), b = (last[i] = Math.floor((end - 1) / w));
-      rowsFirst.push(rows(a, begin, Math.min(end, (a + 1) * w)));
-      rowsLast.push(rows(b, Math.max(begin, b * w), end));
-      counts[i * cells + i] += square(rowsFirst[i]) + (b > a ? square(rowsLast[i]) : 0);
-      if (a < begun && begun < b) counts[i * cells + i] += whole(begun);
-      const later = b - 1 - Math.max(a, begun);
-      if (later > 0) counts[i * cells + i] += later * whole(b - 1);
-    }
-    // Two cells share at most the segment of the earlier one's last token. Row by row, as they lie in memory.
-    for (let i = 0; i < cells; i++) {
-      const row = i * cells;
-      for (let j = i - 1; j >= 0 && last[j] === first[i]; j--) counts[row + j] += joined(rowsFirst[i], rowsLast[j]);
-      for (let j = i + 1; !isCausal && j < cells && first[j] === last[i]; j++) counts[row + j] += joined(rowsLast[i], rowsFirst[j]);
-    }
+  // How many pairs of queries of [begin, end) and earlier keys of [first, stop) are at least `apart` rows apart.
+  function pairsApart(apart, [begin, end], [first, stop]) {
+    const rows = end - begin, columns = stop - first, low = Math.min(begin - apart + 1 - first, columns); // keys of the first query; of each other one more
+    const a = Math.max(low, 0), b = Math.min(Math.max(low + rows, 0), columns);
+    return (b * (b - 1) - a * (a - 1)) / 2 + columns * Math.max(low + rows - columns, 0);
   }
 
   // One picture per key/value heads that are alike.
@@ -81,18 +98,6 @@
     return explorer.headClasses(state).map(({ heads, branches }) => ({
       heads, branches, ...picture(branches, state.seq_len, state.is_causal, most),
     }));
-  }
-
-  // Whether a pair is one of the window or the global tokens, and how often a pair counts.
-  const isNear = ({ window, first }, query, key) => Math.abs(query - key) < window || Math.min(query, key) < first;
-
-  function multiplicity(branches, query, key, isCausal) {
-    if (isCausal && key > query) return 0;
-    if (isNear(nearOf(branches), query, key)) return 1;
-    return explorer.segmentsOf(branches).filter(({ length, rate, offset }) => {
-      const start = Math.floor(query / length) * length;
-      return Math.floor(key / length) * length === start && (query - start) % rate === offset && (key - start) % rate === offset;
-    }).length;
   }
 
   // -- one query ---------------------------------------------------------------------------------------------------------------
@@ -112,21 +117,40 @@
         return run(low, high, true, [low, query < near.first ? low : high]);
       }
       const { length, rate, offset } = branch, start = Math.floor(query / length) * length, end = Math.min(start + length, numTokens);
-      const keeps = (query - start) % rate === offset, apart = rowsApart(near, rate) * rate;
-      const low = start + offset + numKept(Math.min(near.first - start, length), rate, offset) * rate; // its first key
-      if (!keeps || query < near.first) return run(start, end, keeps, [low, low]);
+      const keeps = joins(branch, query, query), apart = lattices(branch, near)[0].apart * rate;
+      const low = start + offset + numKept(near.first - start, rate, offset) * rate; // its first key
+      if (query < near.first) return run(start, end, keeps, [low, low]);
       if (!apart) return run(start, end, keeps, [low, Math.min(end, limit)]);
       return run(start, end, keeps, [low, query - apart + 1], ...(isCausal ? [] : [[query + apart, end]]));
     });
-    const seen = runs.flatMap(({ parts }) => parts).filter(({ rows }) => rows);
-    const union = seen.map(({ first, rate, rows }) => ({ first, rate, begin: first, end: first + (rows - 1) * rate + 1 }));
+    const seen = runs.flatMap(({ parts }) => parts).filter(({ rows }) => rows).map((part) => ({ ...part, end: part.first + (part.rows - 1) * part.rate + 1 }));
     return {
       runs,
-      keys: explorer.countUnion(union),
+      keys: countUnion(seen),
       joins: seen.reduce((sum, { rows }) => sum + rows, 0),
-      farthest: seen.reduce((most, { first, rate, rows }) => Math.max(most, query - first, first + (rows - 1) * rate - query), 0),
+      farthest: seen.reduce((most, { first, end }) => Math.max(most, query - first, end - 1 - query), 0),
     };
   }
+
+  // How many different tokens are in any part: between two ends of parts, those of one period of the rates, as often as it repeats. null:
+  // too many to look at.
+  function countUnion(parts) {
+    const edges = [...new Set(parts.flatMap(({ first, end }) => [first, end]))].sort((a, b) => a - b);
+    let total = 0;
+    for (let i = 0; i + 1 < edges.length; i++) {
+      const begin = edges[i], size = edges[i + 1] - begin, here = parts.filter(({ first, end }) => first <= begin && begin < end);
+      const period = lcm(here.map(({ rate }) => rate), size);
+      if (period > MOST_FOLLOWED) return null;
+      for (let token = begin; token < begin + period; token++) {
+        if (here.some(({ first, rate }) => (token - first) % rate === 0)) total += ceilDiv(size - (token - begin), period);
+      }
+    }
+    return total;
+  }
+
+  // The least common multiple, or `most` where it is more.
+  const gcd = (a, b) => (b ? gcd(b, a % b) : a);
+  const lcm = (values, most) => values.reduce((product, value) => Math.min(product * (value / gcd(value, product)), most), 1);
 
   // -- tiles -------------------------------------------------------------------------------------------------------------------
 
@@ -143,31 +167,28 @@
       heads,
       ...rawTiles(branches, numTokens, size, isCausal, blocks, heads.includes(explorer.kvHead(state)) ? group : null),
       packed: branches.reduce((sum, branch) => sum + packedTiles(branch, numTokens, size, isCausal), 0),
-      pairs: branches.reduce((sum, b) => sum + explorer.pairsOfBranch(b, b.offset, numTokens, isCausal, nearOf(branches)), 0n),
+      pairs: branches.reduce((sum, b) => sum + pairsOfBranch(b, nearOf(branches), numTokens, isCausal), 0n),
     }));
     return { blocks, group, cells: ceilDiv(blocks, group), tiles: blocks * blocks, heads: found };
   }
 
-  function rawTiles(all, numTokens, size, isCausal, blocks, group) {
-    const branches = distinct(all, numTokens);
+  function rawTiles(branches, numTokens, size, isCausal, blocks, group) {
     const cells = group ? ceilDiv(blocks, group) : 0;
     const visitedIn = new Float64Array(cells * cells), fullIn = new Float64Array(cells * cells);
-    const mayComplete = completion(branches, size);
+    const completing = branches.filter(completes(branches, size) ? () => true : isNear); // only where these join may branches together fill a tile
     let visited = 0, full = 0;
     for (let row = 0; row < blocks; row++) {
       const at = group ? Math.floor(row / group) * cells : 0;
       const [low, high] = fullColumns(branches, row, numTokens, size, isCausal);
-      for (const [first, last] of union(branches.flatMap((branch) => columnRuns(branch, row, numTokens, size, isCausal)))) {
+      for (const [first, last] of columnRuns(branches, row, numTokens, size, isCausal)) {
         visited += last - first + 1;
         addRun(visitedIn, at, first, last, group);
         const from = Math.max(first, low), to = Math.min(last, high);
-        if (from <= to) {
-          full += to - from + 1;
-          addRun(fullIn, at, from, to, group);
-        }
-        // Where a window alone may leave too little for full tiles, they are among those that it joins in part.
-        const [near, end] = mayComplete === "near" ? columnRuns(branches.find((b) => b.window), row, numTokens, size, isCausal)[0] : [first, last];
-        for (let column = Math.max(first, near); mayComplete && column <= Math.min(last, end); column++) {
+        full += Math.max(0, to - from + 1);
+        addRun(fullIn, at, from, to, group);
+      }
+      for (const [first, last] of columnRuns(completing, row, numTokens, size, isCausal)) {
+        for (let column = first; column <= last; column++) {
           if ((low <= column && column <= high) || !isJoined(branches, row * size, column * size, size, numTokens, isCausal)) continue;
           full++;
           addRun(fullIn, at, column, column, group);
@@ -179,46 +200,36 @@
 
   // Add the blocks of a run to the cells, `group` blocks wide, of a row of cells; where there are any.
   function addRun(cells, at, first, last, group) {
-    if (!group) return;
+    if (!group || first > last) return;
     for (let cell = Math.floor(first / group); cell * group <= last; cell++) {
       cells[at + cell] += Math.min(last, (cell + 1) * group - 1) - Math.max(first, cell * group) + 1;
     }
   }
 
-  // Runs of blocks, disjoint and ascending.
-  function union(runs) {
+  // The column blocks that branches join with a row of blocks, as runs of [first, last], disjoint and ascending.
+  function columnRuns(branches, row, numTokens, size, isCausal) {
     const found = [];
-    for (const [first, last] of runs.sort((a, b) => a[0] - b[0])) {
+    for (const [first, last] of branches.flatMap((branch) => runsOf(branch, row, numTokens, size, isCausal)).sort((a, b) => a[0] - b[0])) {
       if (found.length && first <= found.at(-1)[1] + 1) found.at(-1)[1] = Math.max(found.at(-1)[1], last);
       else found.push([first, last]);
     }
     return found;
   }
 
-  // Branches that are the same are one to a mask.
-  function distinct(branches, numTokens) {
-    const found = new Map();
-    for (const branch of branches) {
-      const length = Math.min(branch.length, numTokens);
-      found.set(`${length},${branch.rate},${branch.offset},${branch.window},${branch.first}`, { ...branch, length });
-    }
-    return [...found.values()];
-  }
-
-  // The column blocks that a branch joins with a row of blocks, as runs of [first, last].
-  function columnRuns({ length, rate, offset, window, first }, row, numTokens, size, isCausal) {
-    const begin = row * size, end = Math.min(begin + size, numTokens);
-    if (first) return [[0, Math.floor((Math.min(isCausal ? end : numTokens, begin < first && !isCausal ? numTokens : first) - 1) / size)]];
-    if (window) return [[Math.max(0, begin - window + 1), Math.min(end - 1 + (isCausal ? 0 : window - 1), numTokens - 1)].map((key) => Math.floor(key / size))];
-    const found = [];
-    for (let s = Math.floor(begin / length); s * length < end; s++) {
-      const start = s * length, stop = Math.min(start + length, numTokens), lattice = start + offset;
-      const firstKept = lattice + Math.max(0, ceilDiv(Math.max(begin, start) - lattice, rate)) * rate;
-      const lastQuery = lattice + Math.floor((Math.min(end, stop) - 1 - lattice) / rate) * rate;
-      if (firstKept >= Math.min(end, stop)) continue;
-      const lastKey = isCausal ? lastQuery : lattice + Math.floor((stop - 1 - lattice) / rate) * rate;
-      if (rate <= size) found.push([Math.floor(lattice / size), Math.floor(lastKey / size)]);
-      else for (let key = lattice; key <= lastKey; key += rate) found.push([Math.floor(key / size), Math.floor(key / size)]);
+  // The runs of one branch.
+  function runsOf({ length, rate, offset, window, first }, row, numTokens, size, isCausal) {
+    const begin = row * size, end = Math.min(begin + size, numTokens), limit = isCausal ? end : numTokens, found = [];
+    const add = (low, high) => found.push([Math.floor(low / size), Math.floor(high / size)]);
+    if (first) add(0, Math.min(limit, begin < first && !isCausal ? numTokens : first) - 1);
+    if (window) add(Math.max(0, begin - window + 1), Math.min(end + window - 1, limit) - 1);
+    if (first || window) return found;
+    for (let start = Math.floor(begin / length) * length; start < end; start += length) {
+      const stop = Math.min(start + length, numTokens), low = start + offset;
+      const kept = (token) => low + (numKept(token - start, rate, offset) - 1) * rate; // the last one before a token
+      const lastQuery = kept(Math.min(end, stop)), lastKey = isCausal ? lastQuery : kept(stop);
+      if (lastQuery < Math.max(begin, low)) continue;
+      if (rate <= size) add(low, lastKey);
+      else for (let key = low; key <= lastKey; key += rate) add(key, key);
     }
     return found;
   }
@@ -234,224 +245,35 @@
     return [ceilDiv(down, size), Math.floor(up / size) - 1];
   }
 
-  // Whether a dilated branch may complete a tile. Dilated branches join positions whose distance is a multiple of a rate: where the
-  // borders of the rate 1 branches nest, they leave at least a row of a tile, which a few rates cannot fill.
-  function completion(branches, size) {
-    if (nearOf(branches).first) return true; // global tokens may be a part of a tile
-    const lengths = branches.filter(({ rate, window }) => rate === 1 && !window).map(({ length }) => length);
-    const longest = Math.max(...lengths);
-    const rates = [...new Set(branches.map(({ rate }) => rate))].filter((rate) => rate > 1);
+  // Whether segments may fill a tile together. Dilated ones join positions whose distance is a multiple of a rate: where the borders of
+  // the rate 1 branches nest, they leave at least a row of a tile, which a few rates cannot fill.
+  function completes(branches, size) {
+    const segments = explorer.segmentsOf(branches), lengths = segments.filter(({ rate }) => rate === 1).map(({ length }) => length);
+    const rates = [...new Set(segments.map(({ rate }) => rate))].filter((rate) => rate > 1);
     const prime = rates.filter((rate) => !rates.some((other) => other !== rate && rate % other === 0));
-    const nested = lengths.every((w) => longest % w === 0);
-    if (!prime.length) return false;
-    if (!nested || prime.reduce((sum, rate) => sum + ceilDiv(size, rate), 0) >= size) return true;
-    return branches.some(({ window }) => window) && "near";
+    const isNested = lengths.every((length) => Math.max(...lengths) % length === 0);
+    return (prime.length > 0 && !isNested) || prime.reduce((sum, rate) => sum + ceilDiv(size, rate), 0) >= size;
   }
 
   // Whether all pairs of a tile are joined: corners first, since few tiles survive them.
   function isJoined(branches, x, y, size, numTokens, isCausal) {
-    if (x + size > numTokens || y + size > numTokens) return false;
-    const joined = (i, j) => multiplicity(branches, x + mod(i, size), y + mod(j, size), isCausal) > 0;
+    if (x + size > numTokens || y + size > numTokens || (isCausal && x < y + size - 1)) return false;
+    const joined = (i, j) => branches.some((branch) => joins(branch, x + mod(i, size), y + mod(j, size)));
     if (![[-1, 0], [-2, 0], [-1, 1], [0, -1], [0, 0]].every(([i, j]) => joined(i, j))) return false;
     for (let i = 0; i < size; i++) for (let j = 0; j < size; j++) if (!joined(i, j)) return false;
     return true;
   }
 
   // Tiles of a mask over the kept rows of a branch, segment after segment.
-  function packedTiles({ length, rate, offset, window, first: globals }, numTokens, size, isCausal) {
-    if (window || globals) {
-      let tiles = 0;
-      for (let row = 0; row * size < numTokens; row++) {
-        const [[first, last]] = columnRuns({ window, first: globals }, row, numTokens, size, isCausal);
-        tiles += last - first + 1;
-      }
-      return tiles;
-    }
-    const w = Math.min(length, numTokens);
-    const rows = numKept(w, rate, offset);
-    if (!rows) return 0;
-    const total = Math.floor(numTokens / w) * rows + numKept(numTokens % w, rate, offset);
+  function packedTiles(branch, numTokens, size, isCausal) {
+    const length = Math.min(branch.length, numTokens), rows = numKept(length, branch.rate, branch.offset), packed = { ...branch, length: rows, rate: 1, offset: 0 };
+    const total = Math.floor(numTokens / length) * rows + numKept(numTokens % length, branch.rate, branch.offset);
     let visited = 0;
-    for (let start = 0; start < total; start += size) {
-      const end = Math.min(start + size, total);
-      const last = isCausal ? end - 1 : Math.min(total, (Math.floor((end - 1) / rows) + 1) * rows) - 1;
-      visited += Math.floor(last / size) - Math.floor((Math.floor(start / rows) * rows) / size) + 1;
+    for (let row = 0; row * size < total; row++) {
+      for (const [first, last] of columnRuns([packed], row, total, size, isCausal)) visited += last - first + 1;
     }
     return visited;
   }
 
-  // -- layers ------------------------------------------------------------------------------------------------------------------
-
-  // Tokens that attend to one another, all heads together: a list of ascending tokens per branch, offset and segment.
-  function groups(state) {
-    const numTokens = state.seq_len;
-    const found = [];
-    const seen = new Set();
-    for (const { index, length, rate } of explorer.branchesOf(state)) {
-      const w = Math.min(length, numTokens);
-      const [first, end] = explorer.headRange(state, index);
-      for (let head = first; head < end; head++) {
-        const offset = explorer.offset(state, index, head);
-        if (seen.has(`${w},${rate},${offset}`)) continue;
-        seen.add(`${w},${rate},${offset}`);
-        for (let start = 0; start + offset < numTokens; start += w) {
-          if (offset < w) found.push({ first: start + offset, rate, end: Math.min(start + w, numTokens) });
-        }
-      }
-    }
-    return found;
-  }
-
-  // Who reaches whom after each layer: a token reaches itself (the residual connection) and, through a layer, what the tokens that
-  // it attends to reach. One bit per pair, 32 to a word, a row of words per query.
-  function reach(state) {
-    const { seq_len: n, is_causal: isCausal, layers } = state;
-    if (n > MOST_REACHED) return null;
-    const words = (n + 31) >>> 5;
-    const all = groups(state);
-    let now = new Int32Array(n * words);
-    for (let q = 0; q < n; q++) now[q * words + (q >>> 5)] = 1 << (q & 31);
-    const every = isCausal ? (n * (n + 1)) / 2 : n * n;
-    const pairs = [n];
-    let shown = now, isFinal = false;
-    while (pairs.length <= explorer.LIMITS.layers) {
-      const next = now.slice();
-      for (const group of all) joinGroup(next, now, group, words, isCausal);
-      if (state.window > 1) joinWindow(next, now, words, state.window, isCausal);
-      joinFirst(next, now, words, Math.min(state.global_tokens, n), isCausal);
-      const count = countBits(next);
-      const grown = count > pairs.at(-1);
-      now = next;
-      if (grown) pairs.push(count);
-      if (pairs.length - 1 <= layers) shown = now;
-      if ((isFinal = !grown)) break;
-    }
-    return { words, bits: shown, pairs, every, layersToAll: pairs.at(-1) === every ? pairs.length - 1 : null, isFinal };
-  }
-
-  // Each row takes in the rows of the window before it and, not causal, after it; every step takes in up to twice as many.
-  function joinWindow(next, now, words, window, isCausal) {
-    const before = now.slice(), after = isCausal ? before : now.slice(), size = Math.min(window, now.length / words);
-    for (let taken = 1; taken < size; taken += Math.min(taken, size - taken)) {
-      const shift = Math.min(taken, size - taken) * words;
-      for (let i = now.length - 1; i >= shift; i--) before[i] |= before[i - shift];
-      if (!isCausal) for (let i = 0; i + shift < now.length; i++) after[i] |= after[i + shift];
-    }
-    for (let i = 0; i < now.length; i++) next[i] |= before[i] | after[i];
-  }
-
-  // Each row takes in the rows of the global tokens; not causal, their rows take in all.
-  function joinFirst(next, now, words, first, isCausal) {
-    const union = new Int32Array(words), n = now.length / words;
-    for (let q = 0; first && q < n; q++) {
-      if (q < first) for (let i = 0; i < words; i++) union[i] |= now[q * words + i];
-      if (isCausal) for (let i = 0; i < words; i++) next[q * words + i] |= union[i];
-    }
-    if (isCausal || !first) return;
-    for (let q = first; q < n; q++) for (let i = 0; i < words; i++) next[q * words + i] |= union[i];
-    for (let q = first; q < n; q++) for (let i = 0; i < words; i++) union[i] |= now[q * words + i];
-    for (let q = 0; q < first; q++) for (let i = 0; i < words; i++) next[q * words + i] |= union[i];
-  }
-
-  function joinGroup(next, now, { first, rate, end }, words, isCausal) {
-    const union = new Int32Array(words);
-    if (!isCausal) {
-      for (let q = first; q < end; q += rate) for (let i = 0, at = q * words; i < words; i++) union[i] |= now[at + i];
-    }
-    for (let q = first; q < end; q += rate) {
-      const at = q * words;
-      if (isCausal) for (let i = 0; i < words; i++) union[i] |= now[at + i];
-      for (let i = 0; i < words; i++) next[at + i] |= union[i];
-    }
-  }
-
-  function bitsOf(word) {
-    word -= (word >>> 1) & 0x55555555;
-    word = (word & 0x33333333) + ((word >>> 2) & 0x33333333);
-    return (((word + (word >>> 4)) & 0x0f0f0f0f) * 0x01010101) >>> 24;
-  }
-
-  function countBits(bits) {
-    let total = 0;
-    for (let i = 0; i < bits.length; i++) total += bitsOf(bits[i]);
-    return total;
-  }
-
-  // Per cell of c x c pairs how many are reached.
-  function reachPicture({ bits, words }, numTokens, most = MOST_CELLS) {
-    const c = tokensPerCell(numTokens, most);
-    const cells = ceilDiv(numTokens, c);
-    const counts = new Float64Array(cells * cells);
-    for (let q = 0; q < numTokens; q++) {
-      const row = Math.floor(q / c) * cells;
-      for (let cell = 0, first = 0; cell < cells; cell++, first += c) {
-        const end = Math.min(first + c, numTokens);
-        for (let at = first; at < end; at = ((at >>> 5) + 1) << 5) {
-          const word = bits[q * words + (at >>> 5)] >>> (at & 31), held = Math.min(32 - (at & 31), end - at);
-          counts[row + cell] += bitsOf(held === 32 ? word : word & ((1 << held) - 1));
-        }
-      }
-    }
-    return { cells, tokensPerCell: c, counts };
-  }
-
-  // What one query reaches after each layer, and where: for sequences too long for all pairs. A group is reached as a whole, or up to
-  // its last reached member when causal.
-  function reachOf(state) {
-    const { seq_len: n, query, is_causal: isCausal, layers } = state;
-    if (n > MOST_FOLLOWED) return null;
-    const all = groups(state);
-    let now = new Uint8Array(n);
-    now[query] = 1;
-    const reached = [1];
-    let shown = now, isFinal = false;
-    while (reached.length <= explorer.LIMITS.layers) {
-      const next = now.slice();
-      for (const { first, rate, end } of all) {
-        let last = -1;
-        for (let q = first + Math.floor((end - 1 - first) / rate) * rate; q >= first; q -= rate) {
-          if (now[q]) {
-            last = q;
-            break;
-          }
-        }
-        if (last < 0) continue;
-        for (let q = first, stop = isCausal ? last + 1 : end; q < stop; q += rate) next[q] = 1;
-      }
-      for (let q = n - 1, last = Infinity; state.window > 1 && q >= 0; q--) {
-        if (now[q]) last = q;
-        if (last - q < state.window) next[q] = 1;
-      }
-      for (let q = 0, last = -Infinity; state.window > 1 && !isCausal && q < n; q++) {
-        if (now[q]) last = q;
-        if (q - last < state.window) next[q] = 1;
-      }
-      next.fill(1, 0, Math.min(state.global_tokens, isCausal ? query + 1 : n));
-      if (!isCausal && now.subarray(0, state.global_tokens).includes(1)) next.fill(1);
-      let count = 0;
-      for (let q = 0; q < n; q++) count += next[q];
-      now = next;
-      const grown = count > reached.at(-1);
-      if (grown) reached.push(count);
-      if (reached.length - 1 <= layers) shown = now;
-      if ((isFinal = !grown)) break;
-    }
-    return { reached, every: isCausal ? query + 1 : n, shown, isFinal };
-  }
-
-  // Tokens that no head of any branch keeps: they neither attend nor are seen.
-  function uncovered(state) {
-    const n = state.seq_len;
-    if (state.window !== null || state.global_tokens) return 0;
-    if (n > MOST_FOLLOWED) return null;
-    const kept = new Uint8Array(n);
-    for (const { first, rate, end } of groups(state)) for (let q = first; q < end; q += rate) kept[q] = 1;
-    let count = 0;
-    for (let q = 0; q < n; q++) count += 1 - kept[q];
-    return count;
-  }
-
-  Object.assign(explorer, {
-    MOST_CELLS, MOST_REACHED, multiplicity, picture, pictures, queryKeys, reach, reachOf, reachPicture, tiles, tokensPerCell, uncovered,
-  });
+  Object.assign(explorer, { MOST_CELLS, MOST_FOLLOWED, countPairs, joining, lcm, picture, pictures, queryKeys, tiles, tokensPerCell });
 })();

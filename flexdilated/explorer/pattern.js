@@ -110,96 +110,54 @@ window.explorer = explorer;
 
   // -- what is kept ------------------------------------------------------------------------------------------------------------
 
-  // The branches of segments, and all of them: then the window and the global tokens, segments of rate 1 without end to who looks at offsets alone.
-  const branchesOf = (state) => state.segment_lengths.map((length, i) => ({ index: i, length, rate: state.dilation_rates[i] }));
-
-  const allBranchesOf = (state) => [...branchesOf(state),
-    ...[{ window: state.window }, { first: state.global_tokens }].filter(({ window, first }) => window || first)
-      .map((near, i) => ({ index: state.segment_lengths.length + i, length: Infinity, rate: 1, ...near }))];
-
-  const segmentsOf = (branches) => branches.filter(({ window, first }) => !window && !first);
-
-  // Window and global tokens of a head: their pairs count once, and branches of segments leave them out.
-  const nearOf = (branches) => ({ window: branches.find(({ window }) => window)?.window ?? 0, first: branches.find(({ first }) => first)?.first ?? 0 });
-
-  // The least distance, in rows of every rate-th token, of two rows that are no pair of the window.
-  const rowsApart = ({ window }, rate) => (window ? Math.floor((window - 1) / rate) + 1 : 0);
-
-  // [first, end) of the key/value heads that run a branch.
-  function headRange(state, branch) {
-    if (state.heads === "all" || branch >= state.segment_lengths.length) return [0, state.num_kv_heads];
-    const count = state.segment_lengths.length;
-    const size = Math.floor(state.num_kv_heads / count);
-    const larger = state.num_kv_heads % count;
-    const start = branch * size + Math.min(branch, larger);
-    return [start, start + size + (branch < larger ? 1 : 0)];
+  // The branches of segments, then the window and the first tokens: to who looks at tokens alone, one segment of rate 1 over every sequence.
+  function allBranchesOf(state) {
+    const segments = state.segment_lengths.map((length, index) => ({ index, length, rate: state.dilation_rates[index] }));
+    const near = [{ window: state.window }, { first: state.global_tokens }].filter(({ window, first }) => window || first);
+    return [...segments, ...near.map((kind, i) => ({ index: segments.length + i, length: LIMITS.segment_length, rate: 1, ...kind }))];
   }
 
+  const isNear = ({ window, first }) => window || first;
+  const segmentsOf = (branches) => branches.filter((branch) => !isNear(branch));
+
+  // Window and first tokens of a head: their pairs count once, and branches of segments leave them out.
+  const nearOf = (branches) => ({ window: branches.find(({ window }) => window)?.window ?? 0, first: branches.find(({ first }) => first)?.first ?? 0 });
+
+  // The offset of a key/value head in a branch; null where the head does not run it.
   function offset(state, branch, head) {
-    if (branch >= state.segment_lengths.length) return 0; // window and global tokens
-    const rate = state.dilation_rates[branch];
-    if (state.heads === "grouped") return branch % rate;
-    if (state.offsets === "interleaved") return head % rate;
-    return Math.floor(head / ceilDiv(state.num_kv_heads, rate));
+    const rate = state.dilation_rates[branch], count = state.segment_lengths.length, { num_kv_heads: heads } = state;
+    if (branch >= count) return 0;
+    if (state.heads === "grouped") {
+      const size = Math.floor(heads / count), larger = heads % count, start = branch * size + Math.min(branch, larger);
+      return start <= head && head < start + size + (branch < larger ? 1 : 0) ? branch % rate : null;
+    }
+    return state.offsets === "interleaved" ? head % rate : Math.floor(head / ceilDiv(heads, rate));
+  }
+
+  // The offsets of a branch, each with the number of its key/value heads.
+  function offsetsOf(state, branch) {
+    const found = new Map();
+    for (let head = 0; head < state.num_kv_heads; head++) {
+      const from = offset(state, branch, head);
+      if (from !== null) found.set(from, (found.get(from) ?? 0) + 1);
+    }
+    return found;
   }
 
   // The branches that a key/value head runs, each with its offset.
-  function headBranches(state, head) {
-    return allBranchesOf(state)
-      .filter(({ index }) => headRange(state, index)[0] <= head && head < headRange(state, index)[1])
-      .map((branch) => ({ ...branch, offset: offset(state, branch.index, head) }));
-  }
+  const headBranches = (state, head) => allBranchesOf(state)
+    .map((branch) => ({ ...branch, offset: offset(state, branch.index, head) })).filter((branch) => branch.offset !== null);
 
   // Key/value heads that keep the same in every branch: { heads, branches }.
   function headClasses(state) {
     const found = new Map();
     for (let head = 0; head < state.num_kv_heads; head++) {
       const branches = headBranches(state, head);
-      const key = branches.map((branch) => `${branch.index}:${branch.offset}`).join();
+      const key = branches.map(({ index, offset: from }) => `${index}:${from}`).join();
       if (!found.has(key)) found.set(key, { heads: [], branches });
       found.get(key).heads.push(head);
     }
     return [...found.values()];
-  }
-
-  // -- pairs -------------------------------------------------------------------------------------------------------------------
-
-  // (query, key) pairs that one head of a branch scores. BigInt: they grow with the square of the segment.
-  function pairsOfBranch({ length, rate, window, first }, from, numTokens, isCausal, near) {
-    const n = BigInt(numTokens), rest = BigInt(Math.max(0, numTokens - near.first)), all = (x) => (isCausal ? (x * (x + 1n)) / 2n : x * x);
-    if (first) return all(n) - all(rest);
-    if (window) {
-      const size = BigInt(Math.min(window, Number(rest))), before = size * rest - (size * (size - 1n)) / 2n;
-      return isCausal ? before : 2n * before - rest;
-    }
-    const w = Math.min(length, numTokens), apart = BigInt(rowsApart(near, rate));
-    const scored = (segment, skipped = 0) => {
-      const kept = BigInt(numKept(segment, rate, from) - numKept(Math.min(skipped, segment), rate, from)), far = kept > apart ? kept - apart : 0n;
-      return isCausal ? (far * (far + 1n)) / 2n : apart ? far * (far + 1n) : kept * kept;
-    };
-    const begun = Math.floor(near.first / w), whole = Math.floor(numTokens / w), skipped = near.first % w; // segments of global tokens alone; the next may have some
-    if (begun > whole) return 0n;
-    if (begun === whole) return scored(numTokens % w, skipped);
-    return scored(w, skipped) + BigInt(whole - begun - 1) * scored(w) + scored(numTokens % w);
-  }
-
-  // Over all key/value heads, a pair that m branches join counted m times: per branch, in all, and those of dense attention.
-  function countPairs(state, numTokens = state.seq_len) {
-    const near = nearOf(allBranchesOf(state));
-    const branches = allBranchesOf(state).map((branch) => {
-      const { index } = branch, [first, end] = headRange(state, index);
-      let total = 0n;
-      const known = new Map();
-      for (let head = first; head < end; head++) {
-        const from = offset(state, index, head);
-        if (!known.has(from)) known.set(from, pairsOfBranch(branch, from, numTokens, state.is_causal, near));
-        total += known.get(from);
-      }
-      return total;
-    });
-    const n = BigInt(numTokens);
-    const dense = BigInt(state.num_kv_heads) * (state.is_causal ? (n * (n + 1n)) / 2n : n * n);
-    return { branches, total: branches.reduce((sum, pairs) => sum + pairs, 0n), dense };
   }
 
   // -- Python ------------------------------------------------------------------------------------------------------------------
@@ -244,7 +202,7 @@ window.explorer = explorer;
   };
 
   Object.assign(explorer, {
-    LIMITS, NUMBERS, PRESETS, allBranchesOf, branchesOf, ceilDiv, countPairs, headBranches, headClasses, headRange, mod, nearOf, numKept, offset, pairsOfBranch,
-    parseInteger, python, refusal, rowsApart, segmentsOf,
+    LIMITS, NUMBERS, PRESETS, allBranchesOf, ceilDiv, headBranches, headClasses, isNear, mod, nearOf, numKept, offset, offsetsOf, parseInteger,
+    python, refusal, segmentsOf,
   });
 })();

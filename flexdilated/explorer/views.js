@@ -145,9 +145,7 @@
       const { branches, counts, cells, tokensPerCell: c } = this.found, { seq_len: n, is_causal: isCausal } = this.state;
       const count = counts[row * cells + column];
       if (c === 1) {
-        const by = branches.filter((branch) => explorer.multiplicity([branch], row, column, isCausal));
-        const near = by.filter(({ window, first }) => window || first); // then branches of segments leave the pair out
-        const names = (near.length ? near : by).map(pairName).join(" and ");
+        const names = explorer.joining(branches, row, column, isCausal).map(pairName).join(" and ");
         const what = count ? `joined by ${plural(count, "branch", "branches")}, ${names}` : isCausal && column > row ? "in the future" : "not joined";
         return `query ${number(row)}, key ${number(column)}: ${what}`;
       }
@@ -179,7 +177,7 @@
 
   // The pairs of a picture's cells that are in the window or have a global token, where there are any.
   const inNear = (state, most) => (state.window || state.global_tokens) &&
-    explorer.picture(explorer.allBranchesOf(state).slice(state.segment_lengths.length), state.seq_len, state.is_causal, most).counts;
+    explorer.picture(explorer.headBranches(state, 0).filter(explorer.isNear), state.seq_len, state.is_causal, most).counts;
 
   // A small picture for each heads that keep the same; pressing one looks at its first head.
   function multiples(box, classes, chosen, options, state, app, isMoving) {
@@ -412,7 +410,7 @@
       const work = (count) => flops(4n * BigInt(state.head_dim) * group * count);
       el.querySelector(".numbers").innerHTML = table("Pairs of each branch", ["branch", "heads", "pairs", "share", "of dense", "forward"], [
         ...pairs.branches.map((count, i) => [shortName(explorer.allBranchesOf(state)[i]),
-          number(explorer.headRange(state, i)[1] - explorer.headRange(state, i)[0]), number(count), pairs.total ? percent(count, pairs.total) : "-",
+          number(sum([...explorer.offsetsOf(state, i).values()])), number(count), pairs.total ? percent(count, pairs.total) : "-",
           percent(count, pairs.dense), work(count)]),
         ["all branches", number(state.num_kv_heads), number(pairs.total), "100 %", percent(pairs.total, pairs.dense), work(pairs.total)],
         ["dense attention", number(state.num_kv_heads), number(pairs.dense), "-", "100 %", work(pairs.dense)],
@@ -487,26 +485,26 @@
   function conclusion(reach, reachOf, state) {
     if (reach) {
       const every = state.is_causal ? "every token has seen every token before it" : "every token has seen every other";
-      if (reach.layersToAll === null && !reach.isFinal) return `Not after ${plural(reach.pairs.length - 1, "layer")}; more are not followed.`;
-      return reach.layersToAll === null ? `Never: some tokens stay unseen by others, however many layers there are. ${percent(reach.pairs.at(-1), reach.every)} of the pairs are ever seen.`
-        : `After ${plural(reach.layersToAll, "layer")} ${every}.`;
+      const seen = reach.counts.at(-1), needs = plural(reach.counts.length - 1, "layer");
+      return seen === reach.every ? `After ${needs} ${every}.` : !reach.isFinal ? `Not after ${needs}; more are not followed.`
+        : `Never: some tokens stay unseen by others, however many layers there are. ${percent(seen, reach.every)} of the pairs are ever seen.`;
     }
     if (!reachOf) return "Too many tokens to follow even one query.";
-    const { reached, every, isFinal } = reachOf;
-    const needs = plural(reached.length - 1, "layer");
-    return reached.at(-1) === every ? `Query ${number(state.query)} has seen ${state.is_causal ? "every token before it" : "every token"} after ${needs}.`
-      : `Query ${number(state.query)} sees ${number(reached.at(-1))} of ${number(every)} tokens, after ${needs}; ${isFinal ? "more layers add none" : "more are not followed"}.`;
+    const { counts, every, isFinal } = reachOf;
+    const needs = plural(counts.length - 1, "layer");
+    return counts.at(-1) === every ? `Query ${number(state.query)} has seen ${state.is_causal ? "every token before it" : "every token"} after ${needs}.`
+      : `Query ${number(state.query)} sees ${number(counts.at(-1))} of ${number(every)} tokens, after ${needs}; ${isFinal ? "more layers add none" : "more are not followed"}.`;
   }
 
   // What the query has seen after the shown layer, over the whole sequence.
-  function reachStrip(box, { shown }, state) {
+  function reachStrip(box, { bits }, state) {
     if (!box.firstChild) {
       box.innerHTML = `<span></span><canvas aria-hidden="true"></canvas><span></span><span></span><canvas class="axis" aria-hidden="true"></canvas><span></span>`;
     }
     const n = state.seq_len, bins = Math.min(n, BINS), counts = new Float64Array(bins), size = new Float64Array(bins);
     for (let token = 0; token < n; token++) {
       const bin = Math.floor((token * bins) / n);
-      counts[bin] += shown[token];
+      counts[bin] += bits[token];
       size[bin]++;
     }
     const palette = [colors().apart, ...levels(SHARES.length)];
@@ -520,11 +518,11 @@
   }
 
   function layerTable(reach, reachOf, state) {
-    const count = Math.max(reach ? reach.pairs.length : 0, reachOf ? reachOf.reached.length : 0);
+    const count = Math.max(reach ? reach.counts.length : 0, reachOf ? reachOf.counts.length : 0);
     const at = (list, i) => list[Math.min(i, list.length - 1)];
     const rows = Array.from({ length: count }, (_, i) => [number(i),
-      ...(reach ? [number(at(reach.pairs, i)), percent(at(reach.pairs, i), reach.every)] : []),
-      ...(reachOf ? [number(at(reachOf.reached, i)), percent(at(reachOf.reached, i), reachOf.every)] : [])]);
+      ...(reach ? [number(at(reach.counts, i)), percent(at(reach.counts, i), reach.every)] : []),
+      ...(reachOf ? [number(at(reachOf.counts, i)), percent(at(reachOf.counts, i), reachOf.every)] : [])]);
     return table("What has been seen after each layer", ["layers", ...(reach ? ["pairs", "of all"] : []),
       ...(reachOf ? [`tokens seen by query ${number(state.query)}`, "of all"] : [])], rows, Math.min(state.layers, count - 1));
   }
