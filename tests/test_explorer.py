@@ -111,7 +111,9 @@ def answers(browser: Any) -> list[State]:
     page.goto(PAGE.as_uri())
     expression = """states => states.map(state => {
         const found = explorer.compute(state);
-        found.coarse = explorer.pictures(found.state, 7);
+        const { seq_len, is_causal } = state, classes = explorer.headClasses(state);
+        const drawn = most => classes.map(({ heads, branches }) => ({ heads, ...explorer.picture(branches, seq_len, is_causal, most) }));
+        Object.assign(found, { pictures: drawn(), coarse: drawn(7) });
         const heads = Array.from({ length: state.num_kv_heads }, (_, head) => head);
         found.offsets = explorer.allBranchesOf(state).map(({ index }) => heads.map(head => explorer.offset(state, index, head)));
         found.reached = explorer.reachPicture(found.reach, state.seq_len).counts;
@@ -238,7 +240,12 @@ LARGE = [
 
 @pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime", "window", "first"))
 def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
-    found = asked(page, "state => explorer.compute(state, ['pairs', 'query', 'tiles', 'pictures', 'uncovered'])", state)
+    expression = """state => ({
+        ...explorer.compute(state, ['pairs', 'query', 'tiles', 'uncovered']),
+        pictures: explorer.headClasses(state).map(({ heads, branches }) =>
+            ({ heads, ...explorer.picture(branches, state.seq_len, state.is_causal) })),
+    })"""
+    found = asked(page, expression, state)
     pattern, num_tokens, kv_heads = pattern_of(state), state["seq_len"], state["num_kv_heads"]
     assert found["pairs"]["total"] == pattern.count_pairs(num_tokens, kv_heads, is_causal=state["is_causal"])
     assert sum(sum(each["counts"]) * len(each["heads"]) for each in found["pictures"]) == found["pairs"]["total"]

@@ -24,6 +24,12 @@
     return context;
   }
 
+  function polyline(context, points) {
+    context.beginPath();
+    for (const [x, y] of points) context.lineTo(x, y);
+    context.stroke();
+  }
+
   const spare = document.createElement("canvas");
   let image = null;
 
@@ -68,23 +74,15 @@
       for (let start = 0; start < count; start += length) {
         const size = (Math.min(start + length, count) - start) * pixels;
         const x = MARGIN.left + start * pixels + 0.5, y = MARGIN.top + start * pixels + 0.5;
-        context.beginPath();
-        context.moveTo(x, y);
-        context.lineTo(x, y + size - 1);
-        context.lineTo(x + size - 1, y + size - 1);
-        if (!isCausal) context.lineTo(x + size - 1, y); // above the diagonal nothing is joined
-        if (!isCausal) context.closePath();
-        context.stroke();
+        const above = isCausal ? [] : [[x + size - 1, y], [x, y]]; // causal: above the diagonal nothing is joined
+        polyline(context, [[x, y], [x, y + size - 1], [x + size - 1, y + size - 1], ...above]);
       }
     }
     context.globalAlpha = 1;
     context.strokeStyle = colors().window;
     for (const isAfter of near && near < count ? (isCausal ? [false] : [false, true]) : []) { // the edges of the window
       const at = (row, column) => [MARGIN.left, MARGIN.top].map((from, i) => from + [column, row][isAfter ? 1 - i : i] * pixels);
-      context.beginPath();
-      context.moveTo(...at(near - 0.5, 0));
-      context.lineTo(...at(count, count - near + 0.5));
-      context.stroke();
+      polyline(context, [at(near - 0.5, 0), at(count, count - near + 0.5)]);
     }
     context.strokeStyle = rule;
     context.strokeRect(MARGIN.left - 0.5, MARGIN.top - 0.5, side + 1, side + 1);
@@ -175,10 +173,7 @@
     context.strokeStyle = rule;
     const stepY = Math.ceil((y1 - y0) / 7);
     for (let power = y0; power <= y1; power += stepY) {
-      context.beginPath();
-      context.moveTo(box.left, Y(10 ** power));
-      context.lineTo(width - box.right, Y(10 ** power));
-      context.stroke();
+      polyline(context, [[box.left, Y(10 ** power)], [width - box.right, Y(10 ** power)]]);
       context.textAlign = "right";
       context.fillText(unit(10 ** power), box.left - 6, Y(10 ** power) + 4);
     }
@@ -194,17 +189,12 @@
     context.fillText(xTitle, width - box.right, height - 6);
     context.strokeStyle = mark;
     context.setLineDash([2, 3]);
-    context.beginPath();
-    context.moveTo(X(at), box.top);
-    context.lineTo(X(at), height - box.bottom);
-    context.stroke();
+    polyline(context, [[X(at), box.top], [X(at), height - box.bottom]]);
     for (const line of lines) {
       context.setLineDash(line.dash || []);
       context.strokeStyle = line.color;
       context.lineWidth = line.width || 2;
-      context.beginPath();
-      for (const [x, y] of line.points) context.lineTo(X(x), Y(y));
-      context.stroke();
+      polyline(context, line.points.map(([x, y]) => [X(x), Y(y)]));
       const here = line.points.reduce((best, p) => (Math.abs(p[0] - at) < Math.abs(best[0] - at) ? p : best));
       context.setLineDash([]);
       context.fillStyle = line.color;

@@ -2,18 +2,10 @@
 "use strict";
 
 (() => {
-  const PARTS = {
-    boundary: (state) => explorer.firstUncrossedBoundary(state),
-    pairs: (state) => explorer.countPairs(state),
-    picture: (state) => explorer.picture(explorer.headBranches(state, kvHead(state)), state.seq_len, state.is_causal),
-    pictures: (state) => explorer.pictures(state),
-    query: (state) => explorer.queryKeys(state, explorer.headBranches(state, kvHead(state))),
-    tiles: (state) => explorer.tiles(state),
-    reach: (state) => explorer.reach(state),
-    reachOf: (state) => explorer.reachOf(state),
-    lost: (state) => explorer.lost(state),
-    uncovered: (state) => explorer.uncovered(state),
-  };
+  const { boundary, countPairs: pairs, lost, reach, reachOf, tiles, uncovered } = explorer;
+  const picture = (state) => explorer.picture(explorer.headBranches(state, kvHead(state)), state.seq_len, state.is_causal);
+  const query = (state) => explorer.queryKeys(state, explorer.headBranches(state, kvHead(state)));
+  const PARTS = { boundary, lost, pairs, picture, query, reach, reachOf, tiles, uncovered };
 
   // The key/value head of the query head that is looked at.
   const kvHead = (state) => Math.floor(state.head / (state.num_heads / state.num_kv_heads));

@@ -93,13 +93,6 @@
     return (b * (b - 1) - a * (a - 1)) / 2 + columns * Math.max(low + rows - columns, 0);
   }
 
-  // One picture per key/value heads that are alike.
-  function pictures(state, most) {
-    return explorer.headClasses(state).map(({ heads, branches }) => ({
-      heads, branches, ...picture(branches, state.seq_len, state.is_causal, most),
-    }));
-  }
-
   // -- one query ---------------------------------------------------------------------------------------------------------------
 
   // The keys of a query: per branch the parts of a run that it sees, `rows` tokens from `first` on, every rate-th; and of all together.
@@ -275,5 +268,5 @@
     return visited;
   }
 
-  Object.assign(explorer, { MOST_CELLS, MOST_FOLLOWED, countPairs, joining, lcm, picture, pictures, queryKeys, tiles, tokensPerCell });
+  Object.assign(explorer, { MOST_CELLS, MOST_FOLLOWED, countPairs, joining, lcm, picture, queryKeys, tiles, tokensPerCell });
 })();

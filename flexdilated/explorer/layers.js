@@ -106,7 +106,7 @@
   const MOST_LOOKS = 128;
 
   // The first position that stops the pattern from being connected, or null.
-  function firstUncrossedBoundary(state) {
+  function boundary(state) {
     if (state.window > 1) return null; // each token sees the one before it
     const n = state.seq_len, branches = explorer.segmentsOf(explorer.allBranchesOf(state))
       .map((branch) => ({ ...branch, offsets: explorer.offsetsOf(state, branch.index) }));
@@ -116,29 +116,29 @@
     const distance = Math.max(1, ...far.map(({ rate }) => 2 * rate - 1)), step = Math.max(run, ...far.map(({ length }) => length));
     let looks = 0;
     for (let end = step; end - run < n; end += step) {
-      for (const boundary of new Set([Math.floor(end / run) * run, ceilDiv(end, run) * run])) { // those that may lie at the end of a longest segment
-        const isNear = [1, -1].some((sign) => far.every(({ length, rate }) => mod(sign * boundary, length) < rate));
-        if (boundary <= state.global_tokens || boundary >= n || !isNear) continue;
-        if (distance > MOST_LOOKS || ++looks === MOST_LOOKS || !isCrossed(boundary, branches, distance, state)) return boundary;
+      for (const at of new Set([Math.floor(end / run) * run, ceilDiv(end, run) * run])) { // those that may lie at the end of a longest segment
+        const isNear = [1, -1].some((sign) => far.every(({ length, rate }) => mod(sign * at, length) < rate));
+        if (at <= state.global_tokens || at >= n || !isNear) continue;
+        if (distance > MOST_LOOKS || ++looks === MOST_LOOKS || !isCrossed(at, branches, distance, state)) return at;
       }
     }
     return null;
   }
 
   // Whether tokens from a boundary on receive from all that are `distance` or more before them.
-  function isCrossed(boundary, branches, distance, { seq_len: n, global_tokens: globals }) {
-    const first = Math.max(boundary - 3 * distance, 0), received = [], upTo = (count) => (1n << BigInt(Math.max(count, 0))) - 1n;
-    for (let q = first; q < Math.min(boundary + 3 * distance, n); q++) {
+  function isCrossed(at, branches, distance, { seq_len: n, global_tokens: globals }) {
+    const first = Math.max(at - 3 * distance, 0), received = [], upTo = (count) => (1n << BigInt(Math.max(count, 0))) - 1n;
+    for (let q = first; q < Math.min(at + 3 * distance, n); q++) {
       let bits = (1n << BigInt(q - first)) | upTo(Math.min(globals, q) - first);
       for (const { length, rate, offsets } of branches) {
         if (q - first >= rate && rate <= q % length && offsets.has((q % length) % rate)) bits |= received[q - first - rate];
       }
       received.push(bits);
       const wanted = upTo(q - distance + 1 - first);
-      if (q >= boundary && (bits & wanted) !== wanted) return false;
+      if (q >= at && (bits & wanted) !== wanted) return false;
     }
     return true;
   }
 
-  Object.assign(explorer, { MOST_REACHED, firstUncrossedBoundary, lost, reach, reachOf, reachPicture, uncovered });
+  Object.assign(explorer, { MOST_REACHED, boundary, lost, reach, reachOf, reachPicture, uncovered });
 })();

@@ -28,59 +28,35 @@
     if (isMoving) resting = setTimeout(render, REST);
   }
 
-  // -- sliders of sizes: eight steps per doubling, whole numbers ---------------------------------------------------------------
+  // -- sliders: those of sizes have eight steps per doubling, whole numbers ---------------------------------------------------
 
-  const sizeAt = (step) => Math.round(2 ** Math.floor(step / SIZES) * (1 + (step % SIZES) / SIZES));
+  const SIZED = ["window", "seq_len", "segment_lengths"];
+  const sizeAt = (step) => (step < 0 ? null : Math.round(2 ** Math.floor(step / SIZES) * (1 + (step % SIZES) / SIZES)));
   const stepOf = (size) => {
-    if (typeof size !== "number" || size < 1) return 0;
-    const octave = Math.floor(Math.log2(size));
-    return SIZES * octave + Math.floor((size / 2 ** octave - 1) * SIZES);
-  };
-  const SLIDERS = {
-    window: { from: (step) => (step < 0 ? null : sizeAt(step)), to: stepOf }, seq_len: { from: sizeAt, to: stepOf }, num_heads: { from: Number, to: Number }, num_kv_heads: { from: Number, to: Number },
+    const octave = Math.floor(Math.log2(Math.max(size, 1)));
+    return SIZES * octave + Math.floor((Math.max(size, 1) / 2 ** octave - 1) * SIZES);
   };
 
-  function slide(slider, value, to = (x) => x) {
-    slider.value = typeof value === "number" ? to(value) : slider.min;
-    slider.setAttribute("aria-valuetext", typeof value === "number" ? number(value) : String(value));
+  function slide(slider, key, value) {
+    const isNumber = typeof value === "number";
+    slider.value = !isNumber ? slider.min : SIZED.includes(key) ? stepOf(value) : value;
+    slider.setAttribute("aria-valuetext", isNumber ? number(value) : String(value ?? "none"));
   }
 
-  const write = (input, value) => {
-    if (document.activeElement !== input) input.value = value;
-  };
-
-  // -- branches ----------------------------------------------------------------------------------------------------------------
+  // -- controls: `data-number` and `data-slider` name a number of the state, `data-flag` and `data-choice` a rule ----------------
 
   function branchRow(i) {
-    const field = (name, symbol, label, last) => `<label for="${name}${i}">${symbol}</label>
-      <input id="${name}${i}" inputmode="numeric" aria-label="${label} of branch ${i + 1}">
-      <input type="range" min="${name === "r" ? 1 : 0}" max="${last}" aria-label="${label} of branch ${i + 1}, slider">`;
-    return `<div class="branch" role="group" aria-label="Branch ${i + 1}">${field("w", "w", "Segment length", 160)}
-      <button type="button" aria-label="Remove branch ${i + 1}">&times;</button>${field("r", "r", "Dilation rate", 64)}</div>`;
+    const field = (key, symbol, label, least, last) => `<label for="${symbol}${i}">${symbol}</label>
+      <input id="${symbol}${i}" inputmode="numeric" data-number="${key}.${i}" aria-label="${label} of branch ${i + 1}">
+      <input type="range" min="${least}" max="${last}" data-slider="${key}.${i}" aria-label="${label} of branch ${i + 1}, slider">`;
+    return `<div class="branch" role="group" aria-label="Branch ${i + 1}">${field("segment_lengths", "w", "Segment length", 0, 160)}
+      <button type="button" data-remove="${i}" aria-label="Remove branch ${i + 1}">&times;</button>${field("dilation_rates", "r", "Dilation rate", 1, 64)}</div>`;
   }
 
-  function setBranch(key, i, value) {
-    const values = [...app.state[key]];
-    values[i] = value;
-    set({ [key]: values });
-  }
-
-  function buildBranches(count) {
-    const box = byId("branches");
-    box.innerHTML = Array.from({ length: count }, (_, i) => branchRow(i)).join("");
-    box.dataset.count = count;
-    box.querySelectorAll(".branch").forEach((row, i) => {
-      const [w, wSlider, r, rSlider] = row.querySelectorAll("input");
-      w.addEventListener("input", () => setBranch("segment_lengths", i, explorer.parseInteger(w.value)));
-      r.addEventListener("input", () => setBranch("dilation_rates", i, explorer.parseInteger(r.value)));
-      wSlider.addEventListener("input", () => setBranch("segment_lengths", i, sizeAt(Number(wSlider.value))));
-      rSlider.addEventListener("input", () => setBranch("dilation_rates", i, Number(rSlider.value)));
-      row.querySelector("button").addEventListener("click", () => {
-        const without = (values) => values.filter((_, j) => j !== i);
-        set({ segment_lengths: without(app.state.segment_lengths), dilation_rates: without(app.state.dilation_rates) });
-        byId("add").focus();
-      });
-    });
+  function removeBranch(i) {
+    const without = (values) => values.filter((_, j) => j !== i);
+    set({ segment_lengths: without(app.state.segment_lengths), dilation_rates: without(app.state.dilation_rates) });
+    byId("add").focus();
   }
 
   function addBranch() {
@@ -92,57 +68,46 @@
     });
   }
 
-  // -- controls ----------------------------------------------------------------------------------------------------------------
-
   function buildControls() {
     byId("presets").innerHTML = Object.entries(PRESETS)
       .map(([key, { title }]) => `<button type="button" data-preset="${key}">${escaped(title)}</button>`).join("");
-    for (const button of byId("presets").children) {
-      button.addEventListener("click", () => set({ ...structuredClone(PRESETS[button.dataset.preset].state) }));
-    }
-    byId("controls").addEventListener("submit", (event) => event.preventDefault());
-    byId("add").addEventListener("click", addBranch);
-    for (const input of document.querySelectorAll("[data-number]")) {
-      input.addEventListener("input", () => setNumber(input.dataset.number, numberIn(input)));
-    }
-    for (const slider of document.querySelectorAll("[data-slider]")) {
-      slider.addEventListener("input", () => setNumber(slider.dataset.slider, SLIDERS[slider.dataset.slider].from(Number(slider.value))));
-    }
-    for (const box of document.querySelectorAll("[data-flag]")) box.addEventListener("change", () => set({ [box.dataset.flag]: box.checked }));
-    for (const choice of document.querySelectorAll("[data-choice]")) {
-      choice.addEventListener("change", () => set({ [choice.dataset.choice]: choice.value }));
-    }
+    const controls = byId("controls");
+    controls.addEventListener("submit", (event) => event.preventDefault());
+    controls.addEventListener("click", ({ target: { id, dataset } }) => {
+      if (dataset.preset) set(structuredClone(PRESETS[dataset.preset].state));
+      if (dataset.remove) removeBranch(Number(dataset.remove));
+      if (id === "add") addBranch();
+    });
+    controls.addEventListener("input", ({ target: { checked, dataset, value } }) => {
+      if (dataset.number) setNumber(dataset.number, dataset.number === "window" && !value.trim() ? null : explorer.parseInteger(value));
+      if (dataset.slider) setNumber(dataset.slider, SIZED.includes(dataset.slider.split(".")[0]) ? sizeAt(Number(value)) : Number(value));
+      if (dataset.flag) set({ [dataset.flag]: checked });
+      if (dataset.choice) set({ [dataset.choice]: value });
+    });
     byId("copy").addEventListener("click", copy);
   }
 
-  // An empty field of the window is none.
-  const numberIn = ({ dataset, value }) => (dataset.number === "window" && !value.trim() ? null : explorer.parseInteger(value));
-
-  // Key/value heads follow the query heads as long as both are the same.
-  function setNumber(key, value) {
-    const follows = key === "num_heads" && app.state.num_kv_heads === app.state.num_heads;
-    set({ [key]: value, ...(follows ? { num_kv_heads: value } : {}) });
+  // A number, or that of a branch. Key/value heads follow the query heads as long as both are the same.
+  function setNumber(name, value) {
+    const [key, i] = name.split(".");
+    if (i) set({ [key]: Object.assign([...app.state[key]], { [i]: value }) });
+    else set({ [key]: value, ...(key === "num_heads" && app.state.num_kv_heads === app.state.num_heads ? { num_kv_heads: value } : {}) });
   }
 
   function fillControls(state) {
-    const count = Math.max(state.segment_lengths.length, state.dilation_rates.length);
-    if (byId("branches").dataset.count !== String(count)) buildBranches(count);
-    byId("branches").querySelectorAll(".branch").forEach((row, i) => {
-      const [w, wSlider, r, rSlider] = row.querySelectorAll("input");
-      const length = state.segment_lengths[i] ?? "", rate = state.dilation_rates[i] ?? "";
-      write(w, length);
-      write(r, rate);
-      slide(wSlider, length, stepOf);
-      if (typeof length === "number") rSlider.max = Math.min(64, length); // a rate is at most its segment
-      slide(rSlider, rate);
-      for (const [input, isWrong] of [[w, !(length >= 1)], [r, !(rate >= 1 && rate <= length)]]) input.setAttribute("aria-invalid", isWrong);
-    });
-    for (const input of document.querySelectorAll("[data-number]")) {
-      const value = state[input.dataset.number];
-      write(input, value ?? "");
-      input.setAttribute("aria-invalid", value !== null && !(value >= (input.dataset.number === "global_tokens" ? 0 : 1)));
+    const count = Math.max(state.segment_lengths.length, state.dilation_rates.length), box = byId("branches");
+    if (box.querySelectorAll(".branch").length !== count) box.innerHTML = Array.from({ length: count }, (_, i) => branchRow(i)).join("");
+    for (const input of byId("controls").querySelectorAll("[data-number], [data-slider]")) {
+      const [key, i] = (input.dataset.number ?? input.dataset.slider).split("."), value = i ? state[key][i] ?? "" : state[key];
+      const most = key === "dilation_rates" ? state.segment_lengths[i] : Infinity; // a rate is at most its segment
+      if (input.dataset.number) {
+        if (document.activeElement !== input) input.value = value ?? "";
+        input.setAttribute("aria-invalid", value !== null && !(value >= (key === "global_tokens" ? 0 : 1) && value <= most));
+        continue;
+      }
+      if (Number.isFinite(most)) input.max = Math.min(64, most);
+      slide(input, key, value);
     }
-    for (const slider of document.querySelectorAll("[data-slider]")) slide(slider, state[slider.dataset.slider] ?? "none", SLIDERS[slider.dataset.slider].to);
     for (const box of document.querySelectorAll("[data-flag]")) box.checked = state[box.dataset.flag] === true;
     for (const choice of document.querySelectorAll("[data-choice]")) choice.value = state[choice.dataset.choice];
     for (const button of byId("presets").children) {
@@ -190,10 +155,6 @@
       tab.setAttribute("aria-selected", isOpen);
       tab.tabIndex = isOpen ? 0 : -1;
     }
-    for (const input of el.querySelectorAll("[data-state]")) {
-      const parse = () => explorer.parseInteger(input.value);
-      input.addEventListener(input.tagName === "SELECT" ? "change" : "input", () => set({ [input.dataset.state]: parse() }));
-    }
     view.build(el, app);
   }
 
@@ -205,7 +166,7 @@
     if (view !== current) open(view);
     fillControls(state);
     const parts = typeof view.parts === "function" ? view.parts(state, isMoving) : view.parts;
-    const found = explorer.compute(state, ["boundary", "pairs", "uncovered", ...parts]);
+    const found = explorer.compute(state, ["boundary", "lost", "pairs", "uncovered", ...parts]);
     byId("message").hidden = !found.message;
     byId("message").textContent = found.message || "";
     for (const id of ["view", "summary", "python"]) byId(id).classList.toggle("stale", Boolean(found.message));
@@ -216,16 +177,31 @@
     if (found.message) return;
     byId("python").textContent = found.python;
     summarise(found);
+    fillView(byId("view"), found.state);
     view.render(byId("view"), found, app, isMoving);
   }
 
-  function summarise({ boundary, pairs, state, uncovered }) {
+  // The fields of a view; one that the reader writes in is left alone.
+  function fillView(el, state) {
+    const group = state.num_heads / state.num_kv_heads, heads = Array.from({ length: state.num_heads }, (_, head) => head);
+    for (const input of el.querySelectorAll("[data-state]")) {
+      const key = input.dataset.state, value = state[key], options = key === "head" ? heads : key === "block_size" ? [...new Set([16, 32, 64, 128, 256, 512, value])] : [];
+      const names = options.map((option) => (key === "head" ? `${option}${group > 1 ? ` (kv ${Math.floor(option / group)})` : ""}` : `${option} x ${option}`));
+      if (options.length && input.dataset.names !== names.join()) input.innerHTML = names.map((name, i) => `<option value="${options[i]}">${name}</option>`).join("");
+      input.dataset.names = names.join();
+      if (key === "query" && input.type === "range") input.max = state.seq_len - 1;
+      if (document.activeElement !== input || input.type === "range") input.value = value;
+    }
+  }
+
+  function summarise({ boundary, lost, pairs, state, uncovered }) {
+    const losing = lost.flatMap((count, i) => (count ? [`${number(count)} in ${explorer.pairName(explorer.allBranchesOf(state)[i])}`] : []));
     const group = BigInt(state.num_heads / state.num_kv_heads);
     const entries = [
       ["pairs scored" + (group > 1n ? ", key/value heads" : ""), pairs.total >= 10n ** 12n ? Number(pairs.total).toExponential(3) : number(pairs.total)],
       ["of dense attention", percent(pairs.total, pairs.dense)],
       [`forward, heads of ${state.head_dim}`, flops(4n * BigInt(state.head_dim) * group * pairs.total)],
-      ["tokens that no head keeps", uncovered === null ? "not counted" : number(uncovered)],
+      ["tokens that no head keeps, in all branches and in each", [uncovered === null ? "not counted" : number(uncovered), ...losing].join("; ")],
     ];
     if (state.is_causal) {
       const words = boundary === null ? "crosses every boundary: connected" : `does not all cross token ${number(boundary)}: not connected`;
@@ -236,6 +212,7 @@
 
   buildControls();
   buildTabs();
+  byId("view").addEventListener("input", ({ target: { dataset, value } }) => dataset.state && set({ [dataset.state]: explorer.parseInteger(value) }));
   if (matchMedia("(max-width: 820px)").matches) for (const group of document.querySelectorAll(".group")) group.open = false;
   addEventListener("hashchange", () => set(explorer.fromAddress(location.hash)));
   addEventListener("resize", mark);

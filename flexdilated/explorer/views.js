@@ -6,9 +6,10 @@
     shortName, square, strip, table, times } = explorer;
 
   const SHARES = [1 / 256, 1 / 64, 1 / 16, 1 / 4, 1]; // where columns of many tokens change colour
-  // What the colours of cells of many pairs mean: a cell of more than limits[i] per pair has at least the colour of names[i + 1].
-  const JOINS = { title: "joins per pair", limits: SHARES, names: ["up to 1/256", "up to 1/64", "up to 1/16", "up to 1/4", "up to 1", "more than 1"] };
-  const SEEN = { title: "pairs seen", limits: [1 / 16, 1 / 4, 1 / 2, 1 - 1e-9], names: ["up to 1/16", "up to 1/4", "up to half", "more than half", "all"] };
+  const atMost = (one) => ["1 in 256", "1 in 64", "1 in 16", "1 in 4"].map((share) => `at most ${share} ${one}`);
+  // What the colours of cells of many pairs mean: a cell with a share of more than limits[i] has at least the colour of names[i + 1].
+  const JOINS = { title: "joined pairs in a cell", limits: SHARES, names: [...atMost("pairs"), "more, at most all", "more joins than pairs: branches overlap"] };
+  const SEEN = { title: "seen pairs in a cell", limits: [1 / 16, 1 / 4, 1 / 2, 1 - 1e-9], names: [...atMost("pairs").slice(2), "at most half", "more than half", "all"] };
 
   const legend = (items) => items
     .map(([color, text]) => (color ? `<li><i style="background:${color}"></i>${escaped(text)}</li>` : `<li class="title">${escaped(text)}</li>`))
@@ -56,7 +57,7 @@
 
   // Where a picture has fewer cells than pairs, what a cell is.
   const grain = (c, numTokens, each) => (c === 1 ? "" : `${number(numTokens)} tokens are too many to draw one by one: each cell is a square of
-    ${number(c)} x ${number(c)} pairs, coloured by its ${each}.`);
+    ${number(c)} x ${number(c)} pairs. Its colour shows ${each}.`);
 
   const ofHeads = (state) => (state.num_heads === state.num_kv_heads ? "" :
     ` Query heads share a key/value head in groups of ${state.num_heads / state.num_kv_heads}; the pattern is that of the key/value head.`);
@@ -104,14 +105,8 @@
 
   const headSelect = `<label>Head <select data-state="head"></select></label>`;
 
-  function fillHeads(el, state) {
-    const select = el.querySelector("[data-state=head]");
-    if (!select) return;
-    const options = Array.from({ length: state.num_heads }, (_, head) => `<option value="${head}">${head}</option>`).join("");
-    if (select.dataset.count !== String(state.num_heads)) select.innerHTML = options;
-    select.dataset.count = state.num_heads;
-    select.value = state.head;
-  }
+  // The tokens of a cell's row or column.
+  const tokensOf = (cell, c, numTokens) => [cell * c, Math.min(numTokens, (cell + 1) * c)];
 
   // Classes hold key/value heads; what is looked at is a query head.
   const classOf = (list, state) => list.findIndex(({ heads }) => heads.includes(explorer.kvHead(state)));
@@ -149,12 +144,11 @@
         const what = count ? `joined by ${plural(count, "branch", "branches")}, ${names}` : isCausal && column > row ? "in the future" : "not joined";
         return `query ${number(row)}, key ${number(column)}: ${what}`;
       }
-      const rows = [row * c, Math.min(n, (row + 1) * c)], columns = [column * c, Math.min(n, (column + 1) * c)];
-      return `queries ${range(...rows)}, keys ${range(...columns)}: ${number(count)} joins by branches among ` +
-        `${number((rows[1] - rows[0]) * (columns[1] - columns[0]))} pairs`;
+      const rows = tokensOf(row, c, n), columns = tokensOf(column, c, n);
+      return `queries ${range(...rows)}, keys ${range(...columns)}: ${number((rows[1] - rows[0]) * (columns[1] - columns[0]))} pairs, ` +
+        `joined ${number(count)} times, once by each branch`;
     },
     render(el, { picture, state }, app, isMoving) {
-      fillHeads(el, state);
       const classes = explorer.headClasses(state), chosen = classOf(classes, state);
       this.found = { ...picture, branches: classes[chosen].branches };
       this.state = state;
@@ -165,7 +159,7 @@
       el.querySelector(".about").textContent =
         `Queries down, keys across; ${joined ? "a pair is marked when any branch joins it" : "the colour shows how many branches join a pair"}` +
         ` for head ${state.head}. Outlined squares are segments${state.window ? ", lines the edges of the window" : ""}. A click, or Enter, opens the query in the view One query. ` +
-        grain(this.found.tokensPerCell, state.seq_len, joined ? "having any joined pair" : "joins per pair") + ofHeads(state);
+        grain(this.found.tokensPerCell, state.seq_len, joined ? "whether any of its pairs is joined" : "how many of its pairs are joined; a pair that two branches join counts twice") + ofHeads(state);
       this.place(square(el.querySelector("canvas"), {
         level, palette, cells: this.found.cells, perCell: this.found.tokensPerCell, count: state.seq_len,
         segments: explorer.segmentsOf(this.found.branches).map(({ length }) => length), window: state.window ?? 0, isCausal: state.is_causal,
@@ -194,7 +188,7 @@
       const { heads, branches } = classes[i];
       button.dataset.head = heads[0];
       button.setAttribute("aria-pressed", i === chosen);
-      button.querySelector("span").textContent = `${headNames(heads)}: offset ${explorer.segmentsOf(branches).map(({ offset }) => offset).join(", ") || "none"}`;
+      button.querySelector("span").textContent = `${headNames(heads, state)}: offset ${explorer.segmentsOf(branches).map(({ offset }) => offset).join(", ") || "none"}`;
       if (isMoving && state.seq_len > 512) return; // they follow when the slider rests
       const canvas = button.querySelector("canvas");
       const few = explorer.picture(branches, state.seq_len, state.is_causal, 96);
@@ -213,7 +207,7 @@
     title: "One query",
     parts: ["query"],
     markup: `<h2>One query's keys</h2><p class="about"></p>
-      <div class="tools">${headSelect}<label>Query <input inputmode="numeric" data-state="query" data-integer></label>
+      <div class="tools">${headSelect}<label>Query <input inputmode="numeric" data-state="query"></label>
         <input type="range" data-state="query" aria-label="Query, slider" min="0"></div>
       <p class="conclusion" aria-live="polite"></p><div class="strips" data-of="branches"></div><output class="readout"></output>
       <ul class="legend"></ul>
@@ -230,66 +224,58 @@
     },
     // The tokens at a place of the strips, from 0 to 1, and the branches in which the query sees them.
     say(place) {
-      const { runs, state } = this.found, n = state.seq_len, bins = Math.min(n, BINS), bin = Math.floor(place * bins);
-      const first = Math.floor((bin * n) / bins), end = Math.floor(((bin + 1) * n) / bins);
+      const { runs, state } = this.found, edges = edgesOf(state.seq_len), [first, end] = edges.slice(Math.floor(place * (edges.length - 1)));
       const seen = runs.map((run) => [run, binned([run], [first, end])[0]]).filter(([, count]) => count);
       const where = seen.map(([run, count]) => `${end - first === 1 ? "" : `${number(count)} `}in ${pairName(run)}`).join(", ");
       return `query ${number(state.query)}, key${end - first === 1 ? "" : "s"} ${range(first, end)}: ${seen.length ? `seen ${where}` : "not seen"}`;
     },
     render(el, { query, state }) {
       this.found = { runs: query.runs, state };
-      fillHeads(el, state);
-      for (const input of el.querySelectorAll("[data-state=query]")) {
-        if (input.type === "range") input.max = state.seq_len - 1;
-        if (document.activeElement !== input || input.type === "range") input.value = state.query;
-      }
       const { runs, keys, joins, farthest } = query;
       el.querySelector(".about").textContent = "Each strip is the whole sequence; the outline is the query's segment, window or first tokens, the mark the query." +
         (state.seq_len > BINS ? ` ${number(state.seq_len)} tokens are too many to draw one by one: each of ${BINS} columns is coloured by the share of its tokens that are seen.` : "");
-      el.querySelector(".conclusion").textContent = keys
-        ? `Query ${number(state.query)} of head ${state.head} sees ${plural(keys, "key")}` +
-          `${joins > keys ? `, some in several branches (${number(joins)} scores)` : ""}; the farthest is ${plural(farthest, "token")} away.`
+      el.querySelector(".conclusion").textContent = joins
+        ? `Query ${number(state.query)} of head ${state.head} sees ${keys === null ? `at most ${plural(joins, "key")}` : plural(keys, "key")}` +
+          `${keys !== null && joins > keys ? `, some in several branches (${number(joins)} scores)` : ""}; the farthest is ${plural(farthest, "token")} away.`
         : `Query ${number(state.query)} of head ${state.head} sees no key: no branch keeps it in this head. Its output is 0.`;
-      const rows = [{ name: "all branches", runs }, ...runs.map((run) => ({ name: shortName(run), runs: [run], spans: [[run.start, run.end]] }))];
-      const items = strips(el.querySelector("[data-of=branches]"), rows, state);
-      el.querySelector(".legend").innerHTML = legend(items);
-      const classes = explorer.headClasses(state).map(({ heads, branches }) => ({ name: headNames(heads), ...explorer.queryKeys(state, branches) }));
-      strips(el.querySelector("[data-of=heads]"), classes, state);
+      const classes = explorer.headClasses(state), most = Math.max(...classes.map(({ branches }) => branches.length)), edges = edgesOf(state.seq_len);
+      const rows = [{ name: "all branches", text: plural(joins, runs.length > 1 ? "score" : "key"), counted: binned(runs, edges) },
+        ...runs.map((run) => ({ name: shortName(run), text: plural(run.rows, "key"), counted: binned([run], edges), spans: [[run.start, run.end]] }))];
+      el.querySelector(".legend").innerHTML = legend(strips(el.querySelector("[data-of=branches]"), rows, state, most));
+      strips(el.querySelector("[data-of=heads]"), classes.map(({ heads, branches }) => {
+        const found = explorer.queryKeys(state, branches);
+        return { name: headNames(heads, state), text: found.keys === null ? plural(found.joins, "score") : plural(found.keys, "key"), counted: binned(found.runs, edges) };
+      }), state, most);
       el.querySelector(".numbers").innerHTML = table(`Branches of head ${state.head}`, ["branch", "offset", "segment or window", "keeps the query", "keys"],
         runs.map((run) => [shortName(run), number(run.offset), range(run.start, run.end), run.keeps ? "yes" : "no", number(run.rows)]));
     },
   };
 
-  // Strips of runs of keys with their names and counts.
-  function strips(box, rows, state) {
+  // Strips of tokens over the whole sequence: { name, text, counted: how many in each bin, spans to outline }; gives what the colours mean.
+  function strips(box, rows, state, colours) {
     if (box.dataset.count !== String(rows.length)) {
       box.dataset.count = rows.length;
       box.innerHTML = `${rows.map(() => `<span></span><canvas aria-hidden="true"></canvas><span></span>`).join("")}<span></span><canvas class="axis" aria-hidden="true"></canvas><span></span>`;
     }
-    const n = state.seq_len;
-    const bins = Math.min(n, BINS), edges = Array.from({ length: bins + 1 }, (_, i) => Math.floor((i * n) / bins));
-    const counted = rows.map(({ runs }) => binned(runs, edges));
-    const most = Math.max(...explorer.headClasses(state).map(({ branches }) => branches.length));
-    const single = bins === n;
-    const palette = [colors().apart, ...(single ? levels(most) : levels(SHARES.length + 1))];
-    const spans = box.querySelectorAll("span"), canvases = box.querySelectorAll("canvas");
-    rows.forEach((row, i) => {
-      spans[2 * i].textContent = row.name;
-      spans[2 * i + 1].textContent = plural(row.keys ?? sum(row.runs.map((run) => run.rows)), row.keys === undefined && row.runs.length > 1 ? "score" : "key");
-    });
-    const width = Math.max(1, canvases[0].clientWidth);
-    rows.forEach((row, i) => {
-      const level = counted[i].map((count, bin) => {
+    const n = state.seq_len, edges = edgesOf(n), single = edges.length === n + 1;
+    const palette = [colors().apart, ...(single ? levels(colours) : levels(SHARES.length + 1))];
+    const spans = box.querySelectorAll("span"), canvases = box.querySelectorAll("canvas"), width = Math.max(1, canvases[0].clientWidth);
+    rows.forEach(({ name, text, counted, spans: outlined }, i) => {
+      spans[2 * i].textContent = name;
+      spans[2 * i + 1].textContent = text;
+      const level = counted.map((count, bin) => {
         const share = count / (edges[bin + 1] - edges[bin]);
         return !count ? 0 : single ? count : share > 1 ? SHARES.length + 1 : 1 + SHARES.findIndex((limit) => share <= limit);
       });
-      strip(canvases[i], { level, palette, count: n, marks: [state.query], spans: row.spans, width });
+      strip(canvases[i], { level, palette, count: n, marks: [state.query], spans: outlined, width });
     });
     axis(canvases[rows.length], n, width);
-    const names = single ? palette.slice(1).map((_, i) => plural(i + 1, "branch", "branches"))
-      : ["up to 1/256 of the tokens", "up to 1/64", "up to 1/16", "up to 1/4", "up to all", "in several branches"];
+    const names = single ? palette.slice(1).map((_, i) => plural(i + 1, "branch", "branches")) : [...atMost("tokens"), "more, at most all", "seen in several branches"];
     return [[palette[0], "not seen"], ...names.map((name, i) => [palette[i + 1], name]), [colors().mark, "the query"]];
   }
+
+  // The tokens at which the bins of a strip begin, and its end.
+  const edgesOf = (n) => Array.from({ length: Math.min(n, BINS) + 1 }, (_, i) => Math.floor((i * n) / Math.min(n, BINS)));
 
   const sum = (values) => values.reduce((total, value) => total + value, 0);
 
@@ -311,8 +297,7 @@
     title: "Tiles",
     parts: ["tiles"],
     markup: `<h2>Tiles that FlexAttention visits</h2><p class="about"></p>
-      <div class="tools">${headSelect}<label>Tile <select data-state="block_size">${[16, 32, 64, 128, 256, 512]
-        .map((size) => `<option value="${size}">${size} x ${size}</option>`).join("")}</select></label></div>
+      <div class="tools">${headSelect}<label>Tile <select data-state="block_size"></select></label></div>
       <p class="conclusion" aria-live="polite"></p>
       <div class="side"><figure>${stack("Tiles: queries down, keys across. Arrow keys move.")}<output class="readout"></output></figure>
         <div><ul class="legend tall"></ul></div></div><div class="numbers"></div>`,
@@ -323,18 +308,11 @@
     },
     say({ row, column }) {
       const { each, cells, group, size, n } = this.found;
-      const at = row * cells + column, step = group * size;
-      const where = `queries ${range(row * step, Math.min(n, (row + 1) * step))}, keys ${range(column * step, Math.min(n, (column + 1) * step))}`;
+      const at = row * cells + column, where = `queries ${range(...tokensOf(row, group * size, n))}, keys ${range(...tokensOf(column, group * size, n))}`;
       if (group === 1) return `${where}: ${each.fullIn[at] ? "full" : each.visitedIn[at] ? "visited, in part" : "not visited"}`;
       return `${where}: ${number(each.visitedIn[at])} tiles visited, ${number(each.fullIn[at])} of them full`;
     },
     render(el, { tiles, state }) {
-      fillHeads(el, state);
-      const select = el.querySelector("[data-state=block_size]");
-      if (![...select.options].some(({ value }) => Number(value) === state.block_size)) {
-        select.add(new Option(`${state.block_size} x ${state.block_size}`, state.block_size));
-      }
-      select.value = state.block_size;
       for (const part of [".side", ".numbers"]) el.querySelector(part).hidden = Boolean(tiles.why);
       if (tiles.why) {
         el.querySelector(".conclusion").textContent = tiles.why;
@@ -354,7 +332,7 @@
       }));
       el.querySelector(".legend").innerHTML = legend(items);
       el.querySelector(".numbers").innerHTML = table("Tiles per head", ["heads", "visited", "of all", "full", "waste raw", "packed tiles", "waste packed"],
-        tiles.heads.map((one) => [headNames(one.heads), number(one.partial + one.full), percent(one.partial + one.full, tiles.tiles), number(one.full),
+        tiles.heads.map((one) => [headNames(one.heads, state), number(one.partial + one.full), percent(one.partial + one.full, tiles.tiles), number(one.full),
           waste(one, one.partial + one.full), number(one.packed), waste(one, one.packed)]), chosen);
     },
   };
@@ -386,14 +364,12 @@
     parts: [],
     markup: `<h2>Pairs against dense attention</h2><p class="about">Scored pairs over all key/value heads, a pair that m branches of segments join counted m times, and one of the window or the first tokens once.
       A forward takes 4 floating-point operations per pair and element of a head.</p>
-      <div class="tools"><label>Elements per head <input inputmode="numeric" data-state="head_dim" data-integer></label></div>
+      <div class="tools"><label>Elements per head <input inputmode="numeric" data-state="head_dim"></label></div>
       <p class="conclusion" aria-live="polite"></p>
       <figure><canvas role="img" aria-label="Pairs against tokens, dilated and dense; the table below has the numbers"></canvas>
       <ul class="legend"></ul></figure><div class="numbers"></div>`,
     build() {},
     render(el, { pairs, state }) {
-      const input = el.querySelector("[data-state=head_dim]");
-      if (document.activeElement !== input) input.value = state.head_dim;
       const n = state.seq_len, ratio = Number(pairs.dense) / Number(pairs.total);
       el.querySelector(".conclusion").textContent = !pairs.total ? "No pair is scored." : ratio >= 1
         ? `At ${plural(n, "token")} the pattern scores ${percent(pairs.total, pairs.dense)} of the pairs of dense attention, ${times(ratio)} times fewer.`
@@ -429,9 +405,9 @@
     parts: (state, isMoving) =>
       state.seq_len > explorer.MOST_REACHED || (isMoving && state.seq_len > QUICKLY_REACHED) ? ["reachOf"] : ["reach", "reachOf"],
     markup: `<h2>Reach over layers</h2><p class="about"></p>
-      <div class="tools"><label>Layers <input inputmode="numeric" data-state="layers" data-integer></label>
+      <div class="tools"><label>Layers <input inputmode="numeric" data-state="layers"></label>
         <input type="range" data-state="layers" aria-label="Layers, slider" min="1" max="12">
-        <label>Query <input inputmode="numeric" data-state="query" data-integer></label></div>
+        <label>Query <input inputmode="numeric" data-state="query"></label></div>
       <p class="conclusion" aria-live="polite"></p>
       <div class="side"><figure>${stack("What each query reaches. Queries down, tokens across. Arrow keys move, Enter takes the query.")}
         <output class="readout"></output></figure><div><ul class="legend tall"></ul></div></div>
@@ -448,7 +424,7 @@
       const { counts, cells, tokensPerCell: c } = this.found, { seq_len: n, layers } = this.state;
       const count = counts[row * cells + column], after = `after ${plural(layers, "layer")}`;
       if (c === 1) return `query ${number(row)} ${count ? "has seen" : "has not seen"} token ${number(column)} ${after}`;
-      const rows = [row * c, Math.min(n, (row + 1) * c)], columns = [column * c, Math.min(n, (column + 1) * c)];
+      const rows = tokensOf(row, c, n), columns = tokensOf(column, c, n);
       return `queries ${range(...rows)}, tokens ${range(...columns)}: ${number(count)} of ${number((rows[1] - rows[0]) * (columns[1] - columns[0]))} pairs ${after}`;
     },
     render(el, { reach, reachOf, state }, app, isMoving) {
@@ -458,13 +434,10 @@
         reachStrip(el.querySelector(".strips"), reachOf, state);
         return;
       }
-      for (const input of el.querySelectorAll("[data-state]")) {
-        if (document.activeElement !== input || input.type === "range") input.value = state[input.dataset.state];
-      }
       this.state = state;
       el.querySelector(".side").hidden = !reach;
       el.querySelector(".about").textContent = "All heads and branches together, with the residual connection: after a layer a token has seen what the tokens that " +
-        "it attends to had seen before. " + (reach ? grain(explorer.tokensPerCell(state.seq_len), state.seq_len, "share of pairs seen")
+        "it attends to had seen before. " + (reach ? grain(explorer.tokensPerCell(state.seq_len), state.seq_len, "how many of its pairs are seen")
         : `All pairs are followed up to ${number(explorer.MOST_REACHED)} tokens; here only the query's own row.`);
       el.querySelector(".conclusion").textContent = conclusion(reach, reachOf, state);
       if (reach) {
@@ -498,23 +471,9 @@
 
   // What the query has seen after the shown layer, over the whole sequence.
   function reachStrip(box, { bits }, state) {
-    if (!box.firstChild) {
-      box.innerHTML = `<span></span><canvas aria-hidden="true"></canvas><span></span><span></span><canvas class="axis" aria-hidden="true"></canvas><span></span>`;
-    }
-    const n = state.seq_len, bins = Math.min(n, BINS), counts = new Float64Array(bins), size = new Float64Array(bins);
-    for (let token = 0; token < n; token++) {
-      const bin = Math.floor((token * bins) / n);
-      counts[bin] += bits[token];
-      size[bin]++;
-    }
-    const palette = [colors().apart, ...levels(SHARES.length)];
-    const level = counts.map((count, i) => (count ? 1 + SHARES.findIndex((limit) => count / size[i] <= limit) : 0));
-    const spans = box.querySelectorAll("span"), canvases = box.querySelectorAll("canvas");
-    spans[0].textContent = `query ${number(state.query)}`;
-    spans[1].textContent = plural(sum(counts), "token");
-    const width = Math.max(1, canvases[0].clientWidth);
-    strip(canvases[0], { level, palette, count: n, marks: [state.query], width });
-    axis(canvases[1], n, width);
+    const edges = edgesOf(state.seq_len), counted = new Float64Array(edges.length - 1);
+    for (let bin = 0; bin < counted.length; bin++) for (let token = edges[bin]; token < edges[bin + 1]; token++) counted[bin] += bits[token];
+    strips(box, [{ name: `query ${number(state.query)}`, text: plural(sum(counted), "token"), counted }], state, 1);
   }
 
   function layerTable(reach, reachOf, state) {

@@ -31,11 +31,21 @@
 
   const plural = (count, one, many = `${one}s`) => `${number(count)} ${Number(count) === 1 ? one : many}`;
 
-  // 0-3, or 0, 4, 8.
-  function heads(list) {
-    const name = list.length === 1 ? "head" : "heads";
-    if (list.length > 2 && list.at(-1) - list[0] === list.length - 1) return `${name} ${list[0]}-${list.at(-1)}`;
-    return list.length > 4 ? `${name} ${list[0]}, ${list[1]}, … ${list.at(-1)}` : `${name} ${list.join(", ")}`;
+  // 0-3, or 0, 4, 8: ascending numbers, neighbours as one run.
+  function runs(values) {
+    const found = [];
+    for (const value of values) {
+      if (found.length && value === found.at(-1).at(-1) + 1) found.at(-1)[1] = value;
+      else found.push([value]);
+    }
+    const names = found.map((run) => run.join("-"));
+    return names.length > 4 ? `${names[0]}, ${names[1]}, … ${names.at(-1)}` : names.join(", ");
+  }
+
+  // The query heads of key/value heads; where several share one, the key/value heads too.
+  function headNames(list, { num_heads: heads, num_kv_heads: kvHeads }) {
+    const group = heads / kvHeads, queries = list.flatMap((kv) => Array.from({ length: group }, (_, i) => kv * group + i));
+    return `${queries.length === 1 ? "head" : "heads"} ${runs(queries)}${group > 1 ? ` (kv ${runs(list)})` : ""}`;
   }
 
   // A branch in short, and in a sentence.
@@ -85,5 +95,5 @@
     });
   }
 
-  Object.assign(explorer, { colors, escaped, flops, headNames: heads, levels, number, pairName, percent, plural, range, shortName, table, times });
+  Object.assign(explorer, { colors, escaped, flops, headNames, levels, number, pairName, percent, plural, range, shortName, table, times });
 })();
