@@ -112,7 +112,8 @@ def answers(browser: Any) -> list[State]:
     expression = """states => states.map(state => {
         const found = explorer.compute(state);
         const { seq_len, is_causal } = state, classes = explorer.headClasses(state);
-        const drawn = most => classes.map(({ heads, branches }) => ({ heads, ...explorer.picture(branches, seq_len, is_causal, most) }));
+        const drawn = most => classes.map(({ heads, branches }) =>
+            ({ heads, ...explorer.picture(branches, seq_len, is_causal, most) }));
         Object.assign(found, { pictures: drawn(), coarse: drawn(7) });
         const heads = Array.from({ length: state.num_kv_heads }, (_, head) => head);
         found.offsets = explorer.allBranchesOf(state).map(({ index }) => heads.map(head => explorer.offset(state, index, head)));
@@ -185,7 +186,9 @@ def test_reach_over_layers_is_the_librarys(answers: list[State]) -> None:
     for state, found in zip(STATES, answers):
         num_tokens, causal = state["seq_len"], state["is_causal"]
         arguments = pattern_of(state), num_tokens, state["num_kv_heads"]
-        seen = [analysis.reachable(*arguments, layers=layer, is_causal=causal) for layer in range(len(found["reach"]["counts"]) + 1)]
+        seen = [
+            analysis.reachable(*arguments, layers=layer, is_causal=causal) for layer in range(len(found["reach"]["counts"]) + 1)
+        ]
         counts, every = found["reach"]["counts"], num_tokens * (num_tokens + 1) // 2 if causal else num_tokens**2
         assert (counts, found["reach"]["every"]) == (grown([int(each.sum()) for each in seen]), every), state
         layers_to_all = len(counts) - 1 if counts[-1] == every else None
@@ -241,13 +244,14 @@ LARGE = [
 @pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime", "window", "first"))
 def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
     expression = """state => ({
-        ...explorer.compute(state, ['pairs', 'query', 'tiles', 'uncovered']),
+        ...explorer.compute(state, ['boundary', 'pairs', 'query', 'tiles', 'uncovered']),
         pictures: explorer.headClasses(state).map(({ heads, branches }) =>
             ({ heads, ...explorer.picture(branches, state.seq_len, state.is_causal) })),
     })"""
     found = asked(page, expression, state)
     pattern, num_tokens, kv_heads = pattern_of(state), state["seq_len"], state["num_kv_heads"]
     assert found["pairs"]["total"] == pattern.count_pairs(num_tokens, kv_heads, is_causal=state["is_causal"])
+    assert found["boundary"] == pattern.first_uncrossed_boundary(num_tokens, kv_heads)
     assert sum(sum(each["counts"]) * len(each["heads"]) for each in found["pictures"]) == found["pairs"]["total"]
     by_head = {
         head: each.tally
@@ -267,6 +271,12 @@ def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
             seen = kept & (position // length == state["query"] // length)
             keys |= set(position[seen & (position <= state["query"])] if state["is_causal"] else position[seen])
     assert found["query"]["keys"] == len(keys)
+
+
+def test_keys_of_coprime_rates_over_millions_of_tokens_are_not_counted(page: Any) -> None:
+    opened(page, "#w=8000000,8000000&r=2999,3001&N=8000000&H=1&view=query")
+    scores = 1 + 7_999_999 // 2999 + 1 + 7_999_999 // 3001
+    assert page.locator(".conclusion").inner_text().startswith(f"Query 0 of head 0 sees at most {scores:,} keys; the farthest is ")
 
 
 def test_presets_are_the_librarys(page: Any) -> None:
@@ -385,6 +395,48 @@ def test_an_address_without_a_legal_pattern_says_why_and_stays(page: Any) -> Non
         assert page.get_by_role("alert").inner_text() == message
         again = asked(page, "() => explorer.fromAddress(explorer.toAddress(explorer.app.state))")
         assert again == asked(page, "() => explorer.app.state"), address
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "names"), [(8, 2, ("heads 0-3 (kv 0)", "heads 4-7 (kv 1)")), (2, 2, ("head 0", "head 1"))]
+)
+def test_heads_are_query_heads_and_say_which_key_value_heads_they_share(
+    page: Any, heads: int, kv_heads: int, names: tuple[str, str]
+) -> None:
+    opened(page, f"#w=16&r=2&N=32&H={heads}&KV={kv_heads}")
+    buttons = page.locator(".multiples button")
+    assert buttons.all_inner_texts() == [f"{name}: offset {offset}" for offset, name in enumerate(names)]
+    buttons.nth(1).click()
+    page.wait_for_function(f"explorer.app.state.head === {heads // kv_heads}")
+    page.locator(".about", has_text=f"for head {heads // kv_heads}.").wait_for()
+    chosen = page.locator("[data-state=head] option:checked").inner_text()
+    assert chosen == ("4 (kv 1)" if heads > kv_heads else "1")
+
+
+def test_tokens_that_no_head_keeps_are_counted_in_each_branch_beside_a_window(page: Any) -> None:
+    opened(page, "#w=16,64&r=1,8&window=5&N=64&H=2")
+    summary = page.locator("#summary").inner_text().splitlines()
+    assert "0" in summary
+    assert "48 of 64 in (64, 8)" in summary
+    opened(page, "#w=16,64&r=1,2&window=5&N=64&H=2")
+    assert "in (" not in page.locator("#summary").inner_text()
+
+
+@pytest.mark.parametrize("width", [400, 800])
+def test_on_narrow_screens_the_controls_stay_above_the_picture(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 844})
+    opened(page, "#w=16,32,64&r=1,2,4")
+    picture = page.locator("#view canvas").first
+    picture.focus()
+    page.evaluate("scrollBy(0, 300)")
+    controls, drawn = page.locator("#controls").bounding_box(), picture.bounding_box()
+    assert controls["y"] == 0
+    assert controls["height"] < 0.41 * 844
+    assert drawn["y"] < 844
+    page.get_by_label("Dilation rate of branch 3, slider").focus()
+    page.keyboard.press("ArrowRight")
+    page.locator("#python", has_text="(1, 2, 5)").wait_for()
+    assert page.locator("#controls").bounding_box()["y"] == 0
 
 
 def test_keys_and_pointer_name_the_pair(page: Any) -> None:

@@ -20,8 +20,7 @@
     return found;
   }
 
-  // What lies behind the last one, where there are fewer now, is the last one.
-  const clamp = (value, count) => (value < count ? value : count - 1);
+  const clamp = (value, count) => (value < count ? value : count - 1); // a head or query past the end becomes the last one
 
   Object.assign(explorer, { compute, kvHead });
 })();

@@ -84,8 +84,6 @@
     return { cells, tokensPerCell: c, counts };
   }
 
-  // -- heads that are too few --------------------------------------------------------------------------------------------------
-
   // Tokens that no head of a branch keeps, per branch of segments.
   const lost = (state) => explorer.segmentsOf(explorer.allBranchesOf(state)).map(({ index, length, rate }) => {
     const kept = (tokens) => [...explorer.offsetsOf(state, index).keys()].reduce((sum, offset) => sum + explorer.numKept(tokens, rate, offset), 0);

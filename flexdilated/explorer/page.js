@@ -108,7 +108,7 @@
       if (Number.isFinite(most)) input.max = Math.min(64, most);
       slide(input, key, value);
     }
-    for (const box of document.querySelectorAll("[data-flag]")) box.checked = state[box.dataset.flag] === true;
+    for (const check of document.querySelectorAll("[data-flag]")) check.checked = state[check.dataset.flag] === true;
     for (const choice of document.querySelectorAll("[data-choice]")) choice.value = state[choice.dataset.choice];
     for (const button of byId("presets").children) {
       button.setAttribute("aria-pressed", explorer.python(PRESETS[button.dataset.preset].state) === explorer.python(state) &&
@@ -195,29 +195,29 @@
   }
 
   function summarise({ boundary, lost, pairs, state, uncovered }) {
-    const losing = lost.flatMap((count, i) => (count ? [`${number(count)} in ${explorer.pairName(explorer.allBranchesOf(state)[i])}`] : []));
+    const losing = lost.flatMap((count, i) => (count ? [`${number(count)} of ${number(state.seq_len)} in ${explorer.pairName(explorer.allBranchesOf(state)[i])}`] : []));
     const group = BigInt(state.num_heads / state.num_kv_heads);
     const entries = [
       ["pairs scored" + (group > 1n ? ", key/value heads" : ""), pairs.total >= 10n ** 12n ? Number(pairs.total).toExponential(3) : number(pairs.total)],
       ["of dense attention", percent(pairs.total, pairs.dense)],
       [`forward, heads of ${state.head_dim}`, flops(4n * BigInt(state.head_dim) * group * pairs.total)],
-      ["tokens that no head keeps, in all branches and in each", [uncovered === null ? "not counted" : number(uncovered), ...losing].join("; ")],
+      ["tokens that no head keeps", uncovered === null ? "not counted" : number(uncovered)],
     ];
     if (state.is_causal) {
       const words = boundary === null ? "crosses every boundary: connected" : `does not all cross token ${number(boundary)}: not connected`;
       entries.push(["causal information", words]);
     }
+    if (losing.length) entries.push(["tokens that no head keeps in a branch", losing.join(", ")]);
     byId("summary").innerHTML = entries.map(([name, value]) => `<div><dt>${escaped(name)}</dt><dd>${escaped(value)}</dd></div>`).join("");
   }
 
   buildControls();
   buildTabs();
   byId("view").addEventListener("input", ({ target: { dataset, value } }) => dataset.state && set({ [dataset.state]: explorer.parseInteger(value) }));
-  if (matchMedia("(max-width: 820px)").matches) for (const group of document.querySelectorAll(".group")) group.open = false;
+  if (matchMedia("(max-width: 820px)").matches) for (const group of document.querySelectorAll(".group + .group")) group.open = false;
   addEventListener("hashchange", () => set(explorer.fromAddress(location.hash)));
   addEventListener("resize", mark);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", mark);
   render();
   explorer.app = app;
-  explorer.render = render;
 })();

@@ -7,7 +7,7 @@ window.explorer = explorer;
   const HEADS = ["all", "grouped"];
   const OFFSETS = ["blocked", "interleaved"];
   // Beyond these nothing is drawn in time. Positions stay far below 2^53, where numbers stop being integers.
-  const LIMITS = { segment_length: 2 ** 40, seq_len: 2 ** 30, num_heads: 128, layers: 64, branches: 12 };
+  const LIMITS = { segment_length: 2 ** 40, window: 2 ** 40, global_tokens: 2 ** 40, seq_len: 2 ** 30, num_heads: 128, layers: 64, branches: 12 };
 
   const ceilDiv = (a, b) => Math.ceil(a / b);
   const mod = (a, b) => ((a % b) + b) % b;
@@ -47,13 +47,11 @@ window.explorer = explorer;
       const i = values.findIndex((value) => !isInteger(value));
       if (i >= 0) return `${name}[${i}] must be an integer, got ${repr(values[i])}`;
     }
-    const { window } = state;
-    if (window !== null && !isInteger(window)) return `window must be an integer, got ${repr(window)}`;
-    if (window !== null && window < 1) return `window must be at least 1, got ${window}`;
-    const { global_tokens: first } = state;
-    if (!isInteger(first)) return `global_tokens must be an integer, got ${repr(first)}`;
-    if (first < 0) return `global_tokens must be in [0, ${LIMITS.segment_length}], got ${first}`;
-    const hasNear = window !== null || first > 0;
+    const integer = (name, least, range = `at least ${least}`) => !isInteger(state[name]) ? `${name} must be an integer, got ${repr(state[name])}`
+      : state[name] < least ? `${name} must be ${range}, got ${state[name]}` : null;
+    const near = (state.window === null ? null : integer("window", 1)) ?? integer("global_tokens", 0, `in [0, ${LIMITS.global_tokens}]`);
+    if (near) return near;
+    const hasNear = state.window !== null || state.global_tokens > 0;
     if (!lengths.length && !hasNear) return "segment_lengths must hold at least one length without a window or global_tokens, got ()";
     if (lengths.length !== rates.length) {
       return `dilation_rates must hold one rate per segment length (${lengths.length}), got ${tuple(rates)}`;
@@ -72,10 +70,8 @@ window.explorer = explorer;
         return `${name} must be False beside a window or global_tokens, got True: torchscale, whose rule it is, has neither`;
       }
     }
-    for (const name of ["num_heads", "seq_len", "num_kv_heads"]) {
-      if (!isInteger(state[name])) return `${name} must be an integer, got ${repr(state[name])}`;
-      if (state[name] < 1) return `${name} must be at least 1, got ${state[name]}`;
-    }
+    const size = integer("num_heads", 1) ?? integer("seq_len", 1) ?? integer("num_kv_heads", 1);
+    if (size) return size;
     const { num_heads: heads, num_kv_heads: kvHeads } = state;
     if (BigInt(heads) % BigInt(kvHeads)) return `num_kv_heads must divide num_heads=${heads}, got ${kvHeads}`;
     if (state.heads === "grouped" && kvHeads < lengths.length) {
@@ -96,8 +92,7 @@ window.explorer = explorer;
     for (const [i, length] of state.segment_lengths.entries()) {
       if (length > LIMITS.segment_length) return most(`segment_lengths[${i}]`, LIMITS.segment_length, length);
     }
-    for (const name of ["window", "global_tokens"]) if (state[name] > LIMITS.segment_length) return most(name, LIMITS.segment_length, state[name]);
-    for (const name of ["num_heads", "seq_len"]) if (state[name] > LIMITS[name]) return most(name, LIMITS[name], state[name]);
+    for (const name of ["window", "global_tokens", "num_heads", "seq_len"]) if (state[name] > LIMITS[name]) return most(name, LIMITS[name], state[name]);
     for (const name of ["head", "query"]) {
       if (!isInteger(state[name]) || state[name] < 0) return `${name} must be an integer of at least 0, got ${repr(state[name])}`;
     }

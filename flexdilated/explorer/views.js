@@ -63,12 +63,12 @@
     ` Query heads share a key/value head in groups of ${state.num_heads / state.num_kv_heads}; the pattern is that of the key/value head.`);
 
   // The pointer and the arrow keys move a cursor over a square; `say` puts it in words, `pick` takes it.
-  function explore(stack, readout, { say, pick }) {
-    const [canvas, overlay] = stack.querySelectorAll("canvas");
+  function explore(el, cell, { say, pick }) {
+    const [canvas, overlay] = el.querySelectorAll(".stack canvas"), readout = el.querySelector(".readout");
     let place = null, at = null;
     const show = () => {
       cursor(overlay, canvas, place, at);
-      readout.textContent = at ? say(at) : readout.dataset.idle;
+      readout.textContent = at ? say(at) : `Point at a ${cell}, or move with the arrow keys.`;
     };
     const move = (row, column) => {
       at = { row: Math.min(Math.max(row, 0), place.cells - 1), column: Math.min(Math.max(column, 0), place.cells - 1) };
@@ -108,6 +108,8 @@
   // The tokens of a cell's row or column.
   const tokensOf = (cell, c, numTokens) => [cell * c, Math.min(numTokens, (cell + 1) * c)];
 
+  const mostBranches = (classes) => Math.max(...classes.map(({ branches }) => branches.length));
+
   // Classes hold key/value heads; what is looked at is a query head.
   const classOf = (list, state) => list.findIndex(({ heads }) => heads.includes(explorer.kvHead(state)));
 
@@ -125,9 +127,7 @@
         <output class="readout"></output></figure>
         <div><ul class="legend tall"></ul><h3>Heads that keep the same</h3><div class="multiples"></div></div></div>`,
     build(el, app) {
-      const readout = el.querySelector(".readout");
-      readout.dataset.idle = "Point at a pair, or move with the arrow keys.";
-      this.place = explore(el.querySelector(".stack"), readout, {
+      this.place = explore(el, "pair", {
         say: (at) => this.say(at),
         pick: ({ row }) => {
           app.set({ query: Math.min(row * this.found.tokensPerCell, app.state.seq_len - 1), view: "query" });
@@ -145,16 +145,15 @@
         return `query ${number(row)}, key ${number(column)}: ${what}`;
       }
       const rows = tokensOf(row, c, n), columns = tokensOf(column, c, n);
-      return `queries ${range(...rows)}, keys ${range(...columns)}: ${number((rows[1] - rows[0]) * (columns[1] - columns[0]))} pairs, ` +
-        `joined ${number(count)} times, once by each branch`;
+      const pairs = number((rows[1] - rows[0]) * (columns[1] - columns[0]));
+      return `queries ${range(...rows)}, keys ${range(...columns)}: ${number(count)} of ${pairs} pairs joined; a pair that two branches join counts twice`;
     },
     render(el, { picture, state }, app, isMoving) {
       const classes = explorer.headClasses(state), chosen = classOf(classes, state);
       this.found = { ...picture, branches: classes[chosen].branches };
       this.state = state;
       const joined = el.querySelector("[name=shade]:checked").value === "any";
-      const branches = Math.max(...classes.map((one) => one.branches.length));
-      const options = { isCausal: state.is_causal, numTokens: state.seq_len, branches, joined };
+      const options = { isCausal: state.is_causal, numTokens: state.seq_len, branches: mostBranches(classes), joined };
       const { level, palette, items } = shaded(this.found, { ...options, near: inNear(state) });
       el.querySelector(".about").textContent =
         `Queries down, keys across; ${joined ? "a pair is marked when any branch joins it" : "the colour shows how many branches join a pair"}` +
@@ -213,14 +212,15 @@
       <ul class="legend"></ul>
       <h3>The same query in every head</h3><div class="strips" data-of="heads"></div><div class="numbers"></div>`,
     build(el) {
-      const readout = el.querySelector(".readout");
-      readout.textContent = readout.dataset.idle = "Point at a strip to name its tokens.";
-      el.querySelector("[data-of=branches]").addEventListener("pointermove", ({ target, clientX }) => {
+      const readout = el.querySelector(".readout"), strips = el.querySelector("[data-of=branches]");
+      const rest = () => (readout.textContent = "Point at a strip to name its tokens.");
+      strips.addEventListener("pointermove", ({ target, clientX }) => {
         if (target.tagName !== "CANVAS" || target.className === "axis") return;
         const box = target.getBoundingClientRect();
         readout.textContent = this.say(Math.min(Math.max((clientX - box.left) / box.width, 0), 1 - 1e-9));
       });
-      el.querySelector("[data-of=branches]").addEventListener("pointerleave", () => (readout.textContent = readout.dataset.idle));
+      strips.addEventListener("pointerleave", rest);
+      rest();
     },
     // The tokens at a place of the strips, from 0 to 1, and the branches in which the query sees them.
     say(place) {
@@ -238,7 +238,7 @@
         ? `Query ${number(state.query)} of head ${state.head} sees ${keys === null ? `at most ${plural(joins, "key")}` : plural(keys, "key")}` +
           `${keys !== null && joins > keys ? `, some in several branches (${number(joins)} scores)` : ""}; the farthest is ${plural(farthest, "token")} away.`
         : `Query ${number(state.query)} of head ${state.head} sees no key: no branch keeps it in this head. Its output is 0.`;
-      const classes = explorer.headClasses(state), most = Math.max(...classes.map(({ branches }) => branches.length)), edges = edgesOf(state.seq_len);
+      const classes = explorer.headClasses(state), most = mostBranches(classes), edges = edgesOf(state.seq_len);
       const rows = [{ name: "all branches", text: plural(joins, runs.length > 1 ? "score" : "key"), counted: binned(runs, edges) },
         ...runs.map((run) => ({ name: shortName(run), text: plural(run.rows, "key"), counted: binned([run], edges), spans: [[run.start, run.end]] }))];
       el.querySelector(".legend").innerHTML = legend(strips(el.querySelector("[data-of=branches]"), rows, state, most));
@@ -302,9 +302,7 @@
       <div class="side"><figure>${stack("Tiles: queries down, keys across. Arrow keys move.")}<output class="readout"></output></figure>
         <div><ul class="legend tall"></ul></div></div><div class="numbers"></div>`,
     build(el) {
-      const readout = el.querySelector(".readout");
-      readout.dataset.idle = "Point at a tile, or move with the arrow keys.";
-      this.place = explore(el.querySelector(".stack"), readout, { say: (at) => this.say(at) });
+      this.place = explore(el, "tile", { say: (at) => this.say(at) });
     },
     say({ row, column }) {
       const { each, cells, group, size, n } = this.found;
@@ -413,9 +411,7 @@
         <output class="readout"></output></figure><div><ul class="legend tall"></ul></div></div>
       <div class="strips"></div><div class="numbers"></div>`,
     build(el, app) {
-      const readout = el.querySelector(".readout");
-      readout.dataset.idle = "Point at a pair, or move with the arrow keys.";
-      this.place = explore(el.querySelector(".stack"), readout, {
+      this.place = explore(el, "pair", {
         say: (at) => this.say(at),
         pick: ({ row }) => app.set({ query: Math.min(row * this.found.tokensPerCell, app.state.seq_len - 1) }),
       });
