@@ -54,13 +54,13 @@
 
   // Each row takes in those of the window after it and, not causal, before it; every step takes in up to twice as many.
   function joinWindow(next, now, words, window, isCausal) {
-    const after = now.slice(), before = isCausal ? after : now.slice(), size = Math.min(window, now.length / words);
+    const near = now.slice(), size = Math.min(window, now.length / words);
     for (let taken = 1; taken < size; taken += Math.min(taken, size - taken)) {
       const shift = Math.min(taken, size - taken) * words;
-      for (let i = 0; i + shift < now.length; i++) after[i] |= after[i + shift];
-      for (let i = now.length - 1; !isCausal && i >= shift; i--) before[i] |= before[i - shift];
+      for (let i = 0; i + shift < now.length; i++) near[i] |= near[i + shift];
+      for (let i = now.length - 1; !isCausal && i >= shift; i--) near[i] |= near[i - shift];
     }
-    for (let i = 0; i < now.length; i++) next[i] |= before[i] | after[i];
+    for (let i = 0; i < now.length; i++) next[i] |= near[i];
   }
 
   function bitsOf(word) {
