@@ -273,6 +273,18 @@ def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
     assert found["query"]["keys"] == len(keys)
 
 
+def test_first_uncrossed_boundaries_of_two_branches_are_the_librarys(page: Any) -> None:
+    states = [
+        large([near, far], [1, rate], 400, 4, 4, is_causal=True, global_tokens=first)
+        for near in (8, 13, 16)
+        for far in range(17, 80, 3)
+        for rate, first in ((2, 0), (3, 0), (4, 0), (4, 70))
+    ]
+    found = asked(page, "states => states.map(state => explorer.compute(state, ['boundary']).boundary)", states)
+    assert found == [pattern_of(state).first_uncrossed_boundary(400, 4) for state in states]
+    assert len({*found}) > 20
+
+
 def test_keys_of_coprime_rates_over_millions_of_tokens_are_not_counted(page: Any) -> None:
     opened(page, "#w=8000000,8000000&r=2999,3001&N=8000000&H=1&view=query")
     scores = 1 + 7_999_999 // 2999 + 1 + 7_999_999 // 3001
