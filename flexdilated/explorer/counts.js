@@ -11,18 +11,18 @@
 
   // -- pairs -------------------------------------------------------------------------------------------------------------------
 
-  // Whether a branch of a head joins a pair; that no key may come after its query is asked beside it.
+  // The rule of pairs: whether a branch of a head joins a query and a key, not causal.
   const joins = ({ length, rate, offset, window, first }, query, key) => window ? Math.abs(query - key) < window
     : first ? Math.min(query, key) < first
     : Math.floor(query / length) === Math.floor(key / length) && (query % length) % rate === offset && (key % length) % rate === offset;
 
-  // The branches for which a pair counts: those of segments leave out what is near.
+  // The branches that count for a pair. Segments leave out the pairs of the window and of the first tokens.
   function joining(branches, query, key, isCausal) {
     const found = isCausal && key > query ? [] : branches.filter((branch) => joins(branch, query, key));
     return found.some(isNear) ? found.filter(isNear) : found;
   }
 
-  // A branch as a sum of lattices: of each segment the pairs of every rate-th token from `skipped` on that are at least `apart` rows apart.
+  // A branch as a sum of lattices. A lattice: of each segment, the pairs of every rate-th token from `skipped` on, at least `apart` rows apart.
   function lattices(branch, { window, first }) {
     if (branch.first) return [{ sign: 1, skipped: 0, apart: 0 }, { sign: -1, skipped: first, apart: 0 }];
     if (branch.window) return [{ sign: 1, skipped: first, apart: 0 }, { sign: -1, skipped: first, apart: window }];
@@ -125,8 +125,8 @@
     };
   }
 
-  // How many different tokens are in any part: between two ends of parts, those of one period of the rates, as often as it repeats. null:
-  // too many to look at.
+  // The number of different tokens in all parts. Between two ends of parts, tokens repeat after one period of the rates. null: a period is
+  // too long to look at.
   function countUnion(parts) {
     const edges = [...new Set(parts.flatMap(({ first, end }) => [first, end]))].sort((a, b) => a - b);
     let total = 0;

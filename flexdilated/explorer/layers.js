@@ -1,11 +1,11 @@
-// What information crosses: which tokens queries have seen after each layer, all heads together, and the boundaries of segments.
+// What layers pass on, all heads together: the tokens that queries have seen after each layer, and the first boundary that stops information.
 "use strict";
 
 (() => {
   const { MOST_FOLLOWED, ceilDiv, mod } = explorer;
   const MOST_REACHED = 4096; // tokens of which all pairs are followed through the layers
 
-  // Tokens that attend to one another: those of `first`, `first + rate`, ... below `end`. Keys before `writes` alone, queries before `reads`.
+  // Tokens that attend to one another: `first`, `first + rate`, ... below `end`. Queries are those below `reads`, keys those below `writes`.
   function groups(state) {
     const { seq_len: n, is_causal: isCausal } = state, first = Math.min(state.global_tokens, n), found = [];
     if (first) found.push({ first: 0, rate: 1, end: n, writes: first });
@@ -39,7 +39,7 @@
     return { words, bits, counts, every, isFinal };
   }
 
-  // Who has seen a token of the group has seen each other key of it, or each earlier one.
+  // A query that has seen a token of the group sees, a layer later, the keys of the group; causal: the keys before that token.
   function joinGroup(next, now, { first, rate, end, reads = end, writes = end }, union, isCausal) {
     const words = union.length, last = first + Math.floor((end - 1 - first) / rate) * rate;
     const read = (token) => {

@@ -1,4 +1,4 @@
-// A pattern in plain integers: what is refused of it, its offsets, its pairs, its Python. As flexdilated/core/pattern.py says it.
+// A pattern in plain integers: what is refused of it, its offsets, its Python. As in flexdilated/core/pattern.py.
 "use strict";
 var explorer = window.explorer || {};
 window.explorer = explorer;
@@ -105,7 +105,7 @@ window.explorer = explorer;
 
   // -- what is kept ------------------------------------------------------------------------------------------------------------
 
-  // The branches of segments, then the window and the first tokens: to who looks at tokens alone, one segment of rate 1 over every sequence.
+  // The branches of segments, then the window and the first tokens, each as one segment of rate 1 that is longer than every sequence.
   function allBranchesOf(state) {
     const segments = state.segment_lengths.map((length, index) => ({ index, length, rate: state.dilation_rates[index] }));
     const near = [{ window: state.window }, { first: state.global_tokens }].filter(({ window, first }) => window || first);

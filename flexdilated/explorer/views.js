@@ -382,7 +382,7 @@
       el.querySelector(".legend").innerHTML = legend([[accent, "this pattern"], [quiet, "dense attention (dashed)"], [colors().mark, `${number(n)} tokens`]]);
       const group = BigInt(state.num_heads / state.num_kv_heads);
       const work = (count) => flops(4n * BigInt(state.head_dim) * group * count);
-      el.querySelector(".numbers").innerHTML = table("Pairs of each branch", ["branch", "heads", "pairs", "share", "of dense", "forward"], [
+      el.querySelector(".numbers").innerHTML = table("Pairs of each branch", ["branch", ofHeads(state) ? "key/value heads" : "heads", "pairs", "share", "of dense", "forward"], [
         ...pairs.branches.map((count, i) => [shortName(explorer.allBranchesOf(state)[i]),
           number(sum([...explorer.offsetsOf(state, i).values()])), number(count), pairs.total ? percent(count, pairs.total) : "-",
           percent(count, pairs.dense), work(count)]),
