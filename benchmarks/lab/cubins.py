@@ -33,7 +33,7 @@ from benchmarks.lab import sass
 from flexdilated.backends.triton import backward, forward, merging
 from flexdilated.backends.triton.launch import options_of
 from flexdilated.backends.triton.places import BAND
-from flexdilated.backends.triton.tiles import TileConfig, ahead_tiles, longer, padded, tiles_of, unmeasured_tiles
+from flexdilated.backends.triton.tiles import MOST_SUMS, TileConfig, ahead_tiles, longer, padded, tiles_of, unmeasured_tiles
 from tests.backends.absent_gpu import SHARED_MEMORY
 
 KEPT = Path(__file__).with_name("cubins.json")
@@ -79,7 +79,6 @@ FORMS: dict[str, dict[str, Any]] = {
     HOST: {"CAUSAL": False, "DESCRIBED": True, "HOST": True},
     AHEAD: {"CAUSAL": False, "AHEAD": True},
     f"{AHEAD}, causal": {"AHEAD": True},
-    f"{AHEAD}, window": {"CAUSAL": False, "WINDOWED": True, "AHEAD": True},
     SUMS: {"CAUSAL": False, "DESCRIBED": True, "SUMS": True},
     f"{SUMS}, group of 4": {"CAUSAL": False, "DESCRIBED": True, "SUMS": True, "GROUP": 4},
 }
@@ -327,6 +326,7 @@ def configs(
             form = asked.removesuffix(BY_DESCRIPTORS)
             is_hopper = TENSOR_CORES.get(level) == "HGMMA"
             is_possible = ONLY.get(form.split(",")[0], kernel) == kernel and (is_hopper or not form.startswith(HOPPER))
+            is_possible &= head_dim <= MOST_SUMS or not form.startswith(SUMS)
             is_selected = is_usual or (is_hopper and form in ("causal", "dense"))
             if asked != "causal" and is_possible and is_selected and (form == asked or chosen_tiles(config).described):
                 yield config

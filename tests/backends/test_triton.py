@@ -85,7 +85,6 @@ TILED: dict[str, tuple[Case, tuple[int, int], str]] = {
     "window_documents": (replace(MIXED, borders=(0, 3, 40, 40, 67), is_causal=True), (16, 16), "LEAST"),
     "window_descriptors": (replace(WIDE, is_causal=True), (16, 16), "described"),
     "window_descriptors_of_the_host": (replace(MIXED, pattern=DilatedPattern((16, 64), (1, 2), window=40)), (16, 16), "HOSTS"),
-    "window_products_ahead": (replace(WINDOW, pattern=DilatedPattern(window=60)), (16, 16), "AHEAD"),
     "window_sums": (WIDE, (16, 16), "SUMS"),
     "window_sums_causal": (replace(MIXED, is_causal=True), (32, 16), "SUMS"),
 }

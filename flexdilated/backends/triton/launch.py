@@ -21,7 +21,8 @@ from flexdilated.backends.triton.backward import differentiate_keys, differentia
 from flexdilated.backends.triton.forward import attend
 from flexdilated.backends.triton.groups import PieceGroup, graph_stage, groups, table_of
 from flexdilated.backends.triton.tiles import (
-    MOST_UNMEASURED,
+    MOST_AHEAD,
+    MOST_SUMS,
     ROW_BYTES,
     TileConfig,
     ahead_tiles,
@@ -107,7 +108,7 @@ def backward(
     (preparation,) = _planned(_plan_prepare, (), options, (out, dout, lse, *(() if dlse is None else (dlse,))), detaches)
     _run(preparation, (out, dout, lse, dlse, rows), (), (), out)
     deltas = _planned(_plan_attend, pieces, options, (q, k, v, dout), "delta") if detaches else ()
-    may_sum = _asks("SUMS", q) and q.shape[3] <= MOST_UNMEASURED and not torch.are_deterministic_algorithms_enabled()
+    may_sum = _asks("SUMS", q) and q.shape[3] <= MOST_SUMS and not torch.are_deterministic_algorithms_enabled()
     may_sum = may_sum and _may_describe(options, q, dout)
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if may_sum else None
     launches_per_group = 2 if sums is None else 1
@@ -211,8 +212,9 @@ def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Ten
     for group in groups(pieces, q.device):
         sample, stacked = group
         hosted = bool(hosts) and stacked is sample and _may_describe(options, k, v) and all(_may_host(x, sample) for x in (k, v))
-        # The tiles of this form fit the memory of Hopper.
-        ahead = bool(forward_ahead) and not hosted and options.ignored is None and q.shape[3] <= MOST_UNMEASURED
+        # The tiles of this form fit the memory of Hopper. With a window, ptxas of triton 3.6.0 puts no product ahead.
+        ahead = bool(forward_ahead) and not hosted and options.ignored is None and q.shape[3] <= MOST_AHEAD
+        ahead = ahead and not sample.is_banded
         ahead = ahead and (_level(q)[0] == 9 or not q.is_cuda)
         tiles = _tiles(attend, q, sample, options=options, loaded=(k, v), group=q.shape[2] // k.shape[2], unmeasured=hosted)
         tiles = longer(tiles, q.shape[-1], q.element_size()) if long and not hosted else tiles

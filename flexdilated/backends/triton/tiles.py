@@ -49,13 +49,14 @@ DESCRIBED: dict[str, dict[int, tuple[TileConfig | None, ...]]] = {
     "differentiate_keys": {90: (None, TileConfig(64, 64, 4, 2, described=True), None)},
     "differentiate_queries": {90: (None, TileConfig(128, 64, 8, 3, described=True), TileConfig(128, 32, 8, 2, described=True))},
 }
-MOST_UNMEASURED = 128  # head dim of `launch.SUMS` and `launch.AHEAD`: longer rows spill
+MOST_AHEAD = 128  # head dim of `launch.AHEAD`: longer rows spill
+MOST_SUMS = 64  # head dim of `launch.SUMS`: above, one kernel takes more instructions than two, or spills in its loops
 ROW_BYTES = 16  # what one load takes: descriptors want every row to begin at a multiple, and to be one long
 LEAST_DESCRIBED_ROWS = 512  # in a segment, for a program to be worth its descriptors
 # Where `launch.HOSTS` or `launch.SUMS` asks for forms that no GPU has run.
 UNMEASURED = {
     "attend": (TileConfig(64, 128, 4, 2, True, True), TileConfig(128, 128, 8, 2, True, True), TileConfig(64, 64, 4, 2, True, True)),
-    "differentiate_keys": (TileConfig(64, 128, 8, 2, True), TileConfig(32, 128, 8, 2, True)),
+    "differentiate_keys": (TileConfig(64, 128, 8, 2, True),),
 }
 # Of "attend" where `launch.LONG` is on, in 16 bits: for rows of up to 64 and 128 elements.
 LONGER = (TileConfig(64, 128, 4, 3), TileConfig(128, 128, 8, 3))
