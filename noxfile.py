@@ -199,7 +199,7 @@ def build(session: nox.Session) -> None:
         session.run("uv", "pip", "install", "--quiet", "--python", str(fresh), f"torch=={torch}", wheel)
         program = str(fresh / "bin" / "flexdilated")
         with session.chdir(tmp):  # no checkout from here
-            session.run(str(fresh / "bin" / "python"), "-c", "import flexdilated, flexdilated.compat", external=True)
+            session.run(str(fresh / "bin" / "python"), "-c", "import flexdilated.attention, flexdilated.compat", external=True)
             session.run(program, "--version", external=True, success_codes=[2])  # and says which extra it lacks
             session.run("uv", "pip", "install", "--quiet", "--python", str(fresh), f"torch=={torch}", f"{wheel}[cli,plot]")
             session.run(program, "--version", external=True)

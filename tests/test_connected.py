@@ -27,7 +27,7 @@ from flexdilated import (
     dilated_score_mod,
 )
 from flexdilated.core import losses
-from flexdilated.core.losses import why_not_connected
+from flexdilated.core.description import why_not_connected
 from tests.analysis.definition import seen_after
 from tests.cases import least_heads
 

@@ -34,7 +34,8 @@ DRAWS = {"draw_attention_map", "draw_pattern"}
 
 def public(module: ModuleType) -> dict[str, Any]:
     """The classes and functions that a module offers; constants and sub-modules have no docstring."""
-    return {name: x for name, x in vars(module).items() if not name.startswith("_") and isinstance(x, (type, FunctionType))}
+    members = ((name, getattr(module, name)) for name in dir(module))
+    return {name: x for name, x in members if not name.startswith("_") and isinstance(x, (type, FunctionType))}
 
 
 MODULES = (flexdilated, nn, compat, analysis, masks, distributed)

@@ -60,11 +60,18 @@ def python(code: str, folder: Path) -> str:
 def refused_before_import(code: str) -> str:
     """A program that prints why `code` is refused until this library is imported."""
     attempt = f"try:\n    {code}\nexcept RuntimeError as error:\n    print(error)\nelse:\n    sys.exit('it ran')"
-    return f"import sys, torch\n{attempt}\nimport flexdilated\n{code}"
+    return f"import sys, torch\n{attempt}\nimport flexdilated.export\n{code}"
 
 
 def operators(program: ExportedProgram) -> set[str]:
     return {str(node.target).split(".")[1] for node in program.graph.nodes if str(node.target).startswith("flexdilated.")}
+
+
+@pytest.mark.slow
+def test_one_import_registers_the_operators_of_one_process() -> None:
+    schemas = "{each.name for each in torch._C._jit_get_all_schemas() if each.name.startswith('flexdilated::')}"
+    load = "import flexdilated.export, torch\nfound = {}\nfrom flexdilated import *\nprint(len(found), sorted({} - found))"
+    assert python(load.format(schemas, schemas), Path.cwd()) == "14 []\n"
 
 
 def test_no_operator_takes_a_dtype() -> None:

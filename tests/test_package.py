@@ -1,5 +1,6 @@
 """What `import flexdilated` loads, and the names that it gives."""
 
+import ast
 import importlib
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import flexdilated
 from flexdilated import DilatedPattern, dilated_attention
 
 SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "matplotlib", "triton")
@@ -36,7 +38,57 @@ def test_imports_load_nothing_that_is_slow_or_of_others_and_a_star_hides_no_name
     assert found.splitlines() == ["[]", "[]", "torch.nn torch.distributed DilatedPattern Rotary shard_sequence"]
 
 
-@pytest.mark.parametrize("package", ["flexdilated", "flexdilated.nn", "flexdilated.distributed"])
+@pytest.mark.slow
+def test_import_of_the_package_loads_nothing_and_a_call_loads_what_it_runs() -> None:
+    """In one process. Modules, not seconds: more of them is a decision."""
+    found = run(
+        "import sys, flexdilated\n"
+        "def loaded(): return {name for name in sys.modules if name.startswith('flexdilated.')}\n"
+        "print(sorted(loaded()), 'torch' in sys.modules)\n"
+        "flexdilated.DilatedPattern((4,), (1,)); print(len(loaded()), 'torch' in sys.modules)\n"
+        "flexdilated.dilated_attention; print(len(loaded()), sorted({name.split('.')[1] for name in loaded()}))"
+    )
+    package, pattern, call = found.splitlines()
+    assert package == "['flexdilated._version'] False"
+    assert pattern in [f"{count} False" for count in range(8, 13)]
+    number, layers = call.split(maxsplit=1)
+    assert int(number) <= 64
+    assert layers == "['_version', 'attention', 'backends', 'core', 'masks', 'reference']"
+
+
+@pytest.mark.slow
+def test_help_and_errors_of_usage_need_no_torch() -> None:
+    found = run(
+        "import sys\n"
+        "from flexdilated.cli import app, slides\n"
+        "from typer.testing import CliRunner\n"
+        "def named(group): return [c.name or c.callback.__name__.replace('_', '-') for c in group.registered_commands]\n"
+        "commands = [[], *([name] for name in named(app)), ['slides'], *(['slides', name] for name in named(slides.app))]\n"
+        "codes = [CliRunner().invoke(app, [*words, '--help']).exit_code for words in commands]\n"
+        "wrong = (['shwo'], ['show', '--widnow', '3'], ['plan', '--tokens', 'many'], ['slides', 'encode'])\n"
+        "print(set(codes), {CliRunner().invoke(app, words).exit_code for words in wrong}, 'torch' in sys.modules)"
+    )
+    assert found == "{0} {2} False"
+
+
+def test_names_are_imported_for_type_checkers_as_for_programs() -> None:
+    imports = [node for node in ast.walk(ast.parse(Path(flexdilated.__file__).read_text())) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in imports if node.module not in ("typing", "flexdilated._version")]
+    typed = {each.asname: getattr(importlib.import_module(node.module or ""), each.name) for node in imports for each in node.names}
+    typed["draw_pattern"] = typed.pop(None)
+    assert {*typed} == {*flexdilated.__all__}
+    for name in flexdilated.__all__:
+        assert getattr(flexdilated, name) is typed[name]
+        assert name in dir(flexdilated)
+
+
+def test_modules_are_found_by_name_and_others_are_not() -> None:
+    assert flexdilated.nn is importlib.import_module("flexdilated.nn")
+    with pytest.raises(AttributeError, match="module 'flexdilated' has no attribute 'attend'"):
+        flexdilated.attend  # noqa: B018
+
+
+@pytest.mark.parametrize("package", ["flexdilated.nn", "flexdilated.distributed"])
 def test_all_lists_every_name_that_a_package_imports_for_its_users(package: str) -> None:
     module = importlib.import_module(package)
     public = {name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, type(sys))}

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexdilated.core.pattern
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.core import boundaries, branch, integers, keywords, pattern_svg, presets
+from flexdilated.core import boundaries, branch, description, integers, keywords, pattern_svg, presets
 from flexdilated.core.pattern import BACKWARD, FORWARD
 from tests.cases import least_heads, patterns
 
@@ -63,7 +63,9 @@ def test_pattern_equals_its_copies_and_has_a_small_picture(pattern: DilatedPatte
         assert len(picture) < 12_000
 
 
-@pytest.mark.parametrize("module", [flexdilated.core.pattern, boundaries, branch, integers, keywords, pattern_svg, presets])
+@pytest.mark.parametrize(
+    "module", [flexdilated.core.pattern, boundaries, branch, description, integers, keywords, pattern_svg, presets]
+)
 def test_pattern_module_and_what_it_imports_import_the_standard_library_only(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
     roots = set()
@@ -72,7 +74,9 @@ def test_pattern_module_and_what_it_imports_import_the_standard_library_only(mod
             roots |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            if node.module in {each.__name__ for each in (boundaries, branch, integers, keywords, pattern_svg, presets)}:
+            if node.module in {
+                each.__name__ for each in (boundaries, branch, description, integers, keywords, pattern_svg, presets)
+            }:
                 continue
             roots.add((node.module or "").split(".")[0])
     assert roots <= sys.stdlib_module_names

@@ -19,7 +19,7 @@ import flexdilated
 from flexdilated import DilatedPattern, backends
 from flexdilated.backends import DispatchKey, measured
 from flexdilated.backends.triton import backend as triton_backend
-from flexdilated.cli import doctor
+from flexdilated.cli import diagnosis
 from flexdilated.core import dispatch_key
 from flexdilated.core.hardware import Hardware
 from flexdilated.core.tracing import is_symbolic
@@ -179,14 +179,14 @@ def test_measurements_with_another_version_are_not_read(name: str, cache: Path) 
     ) as caught:
         assert {auto(), auto(differentiable=True)} == {"sdpa"}
     assert len(caught) == 1
-    assert (f"damaged or measured with other versions: {path}" in doctor._preference(HOPPER)) == (name != "device")
+    assert (f"damaged or measured with other versions: {path}" in diagnosis._preference(HOPPER)) == (name != "device")
 
 
 def test_a_cache_that_is_off_is_neither_read_nor_advised_nor_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(cache)
     monkeypatch.setenv("FLEXDILATED_CACHE", "off")
     assert auto() == "sdpa"
-    assert "Measurements of flexdilated tune are not read: FLEXDILATED_CACHE=off, or" in doctor._preference(HOPPER)
+    assert "Measurements of flexdilated tune are not read: FLEXDILATED_CACHE=off, or" in diagnosis._preference(HOPPER)
     monkeypatch.setattr(tuning_run, "detect", lambda device: HOPPER)
     with pytest.raises(ValueError, match="FLEXDILATED_CACHE must be a folder for results to be kept, got 'off'"):
         flexdilated.tune("cpu")
@@ -368,7 +368,7 @@ def test_an_interrupt_keeps_what_is_done_and_later_runs_add_to_it(pretend: Any, 
 def test_doctor_says_where_auto_was_measured(pretend: Any) -> None:
     pretend({}, FAST)
     path = flexdilated.tune("cpu", head_dims=[64], processes=0).path
-    text = doctor._preferences(HOPPER)["cuda sm_90"]
+    text = diagnosis._preferences(HOPPER)["cuda sm_90"]
     date = json.loads(path.read_text())["date"]
     measured = (
         "cuda sm_90: auto takes at head dim 64: sdpa in float32, float16, float64; triton in bfloat16, by flexdilated tune on "
@@ -376,11 +376,13 @@ def test_doctor_says_where_auto_was_measured(pretend: Any) -> None:
     assert text == f"{measured}{date} ({path}); {LONG} in bfloat16, head dim 64; {SUMS} in bfloat16, head dim 64"
     write(path.parent, checks=[check("backward", "wrong: dq")])
     forget()
-    assert doctor._preference(HOPPER).endswith(f"({path}). It leaves out what did not pass all checks: triton, backward, bfloat16")
+    assert diagnosis._preference(HOPPER).endswith(
+        f"({path}). It leaves out what did not pass all checks: triton, backward, bfloat16"
+    )
     forget()
     path.unlink()
     with pytest.warns(UserWarning, match="Run `flexdilated tune`"):
-        text = doctor._preference(HOPPER)
+        text = diagnosis._preference(HOPPER)
     assert "by measurements shipped with flexdilated (NVIDIA H200" in text
     assert text.endswith("run flexdilated tune (an estimated 2 to 4 minutes)")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-import flexdilated  # noqa: F401
+import flexdilated.export  # noqa: F401
 
 model = torch.export.load("model.pt2").module()
 print(model(torch.zeros(1, 101, dtype=torch.int64)).shape)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flexdilated.analysis.coverage import layers_to_cover, missing_residues
+from flexdilated.analysis.coverage import layers_to_cover
 from flexdilated.analysis.lattice import checked
 from flexdilated.core.branch import Kept
 from flexdilated.core.checks import is_number
+from flexdilated.core.description import describe, reads
 from flexdilated.core.integers import at_least_one
 from flexdilated.core.keywords import takes_num_kv_heads
-from flexdilated.core.losses import why_not_connected
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.presets import FIRST_TOKENS, rounded_up
 
@@ -87,7 +87,7 @@ def choose_pattern(
         num_kv_heads: Key/value heads, up to 1024.
         budget: Pairs of queries and keys that are scored, as a share of the pairs of dense attention, in (0, 1].
         is_causal: Whether a query sees only keys at its own position and before.
-        patterns: Your own patterns, shown after the proposals.
+        patterns: Your own patterns, shown after the proposals, with the sentences of `DilatedPattern.describe`.
         most: Largest number of proposals to show. Where none is within the budget, the cheapest is shown.
 
     Raises:
@@ -124,7 +124,7 @@ def choose_pattern(
         return Choice(pattern, pairs, pairs / dense, pairs <= budget * dense, is_given, why)
 
     proposals = [
-        judged(pattern, pairs_over(pattern), _about(pattern, num_tokens, num_kv_heads, is_causal=is_causal))
+        judged(pattern, pairs_over(pattern), reads(pattern, num_tokens, num_kv_heads, is_causal=is_causal))
         for pattern in _proposals(num_tokens, num_kv_heads, FIRST_TOKENS if is_causal else 0)
     ]
     tried = sorted((choice for choice in proposals if choice.share <= 1.0), key=_order)
@@ -141,7 +141,8 @@ def choose_pattern(
         shown[0] = replace(shown[0], why=f"{shown[0].why} A branch over the whole sequence fits budget={rounded_up(share):g}.")
     for pattern in user_patterns:
         pairs = pattern.count_pairs(num_tokens, num_kv_heads, is_causal=is_causal)
-        shown.append(judged(pattern, pairs, _about_given(pattern, num_tokens, num_kv_heads, is_causal=is_causal), is_given=True))
+        _, *sentences = describe(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
+        shown.append(judged(pattern, pairs, " ".join(sentences), is_given=True))
     return Choices(num_tokens, num_kv_heads, is_causal, float(budget), tuple(shown), tuple(tried))
 
 
@@ -203,25 +204,3 @@ def _proposals(num_tokens: int, num_kv_heads: int, global_tokens: int) -> Iterat
             parts = max(2, math.isqrt(num_tokens // local) + 1)  # n (n + 1) of them reach the next boundary of all branches
             if (parts + 1) * local < num_tokens:
                 yield DilatedPattern((local, parts * local, (parts + 1) * local), (1, rate, rate))
-
-
-def _about(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool) -> str:
-    segments, near = pattern.split("choose_pattern")
-    if not near and len(segments) == 1:
-        return f"Dense attention: every token reads {'itself and all tokens before it' if is_causal else 'all tokens'}."
-    (far, rate), *third = segments if near else segments[1:]
-    reads = f"its segment of {segments[0].segment_length:,} tokens"
-    if near:
-        reads = f"a window of {near.window:,} tokens" + (f" and the first {near.global_tokens}" if near.global_tokens else "")
-    far_tokens = f"the tokens of longer segments of {far:,} and {third[0][0]:,}" if third else f"all {num_tokens:,} tokens"
-    num_readers = num_kv_heads // rate
-    count = f"{num_readers} heads keep the same tokens" if num_readers > 1 else "each head keeps other tokens"
-    order = " No token reads a later one." if is_causal else ""
-    return f"Each token reads {reads}. In each head, 1 in {rate} of {far_tokens} also read each other; {count}.{order}"
-
-
-def _about_given(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_causal: bool) -> str:
-    lost = [str(rate) for rate, missing in zip(pattern.dilation_rates, missing_residues(pattern, num_kv_heads)) if missing]
-    why = why_not_connected(pattern, num_tokens, num_kv_heads) if is_causal else None
-    residues = f" No head keeps some tokens at rate {', '.join(lost)}." if lost else ""
-    return f"Yours{' is ' + why if why else ' is connected' if is_causal else ''}.{residues}"

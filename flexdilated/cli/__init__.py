@@ -1,4 +1,7 @@
-"""The command line: its commands, and the entry point of the process."""
+"""The command line: its commands, and the entry point of the process.
+
+Files of commands import torch, and what imports it, inside functions: help and errors of usage need none of it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import typer
 from flexdilated._version import __version__
 from flexdilated.cli import choose, convert, doctor, explorer, generate, plan, show, slides, train, tune
 from flexdilated.cli.refusal import Command, CommandGroup
-from flexdilated.training.distributed import is_rank, leave
 
 app = typer.Typer(
     name="flexdilated",
@@ -21,9 +23,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (show.show, doctor.doctor, tune.tune, plan.plan, choose.choose, convert.convert, train.train, generate.generate):
-    app.command(cls=Command)(_command)
-app.command(cls=Command)(explorer.explorer)
+for _module in (show, doctor, tune, plan, choose, explorer, convert, train, generate):
+    app.command(cls=Command)(getattr(_module, _module.__name__.rpartition(".")[2]))
 app.add_typer(slides.app)
 
 
@@ -40,12 +41,14 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # or a terminal of few characters ends a command
     try:
         app(sys.argv[1:] or ["--help"])
-    except SystemExit as end:
+    except BaseException as end:
+        if "torch.distributed" not in sys.modules:
+            raise
+        from flexdilated.training.distributed import is_rank, leave
+
         if not is_rank():
             raise
-        leave(end.code if isinstance(end.code, int) else 0)
-    except BaseException:
-        if not is_rank():
-            raise
+        if isinstance(end, SystemExit):
+            leave(end.code if isinstance(end.code, int) else 0)
         traceback.print_exc()
         leave(1)

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flexdilated.analysis.choice import choose_pattern, few_heads
 from flexdilated.cli import options
+from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.draw.choices import draw_choices
 
 
 def choose(
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a sequence; of packed documents, the longest one.")],
-    heads: options.HeadsOption = 12,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a sequence; of packed documents, the longest one.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help="Query heads H.", show_default="12")] = None,
     kv_heads: options.KvHeadsOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-config",
+            metavar="FILE",
+            exists=True,
+            help="A config.json of the transformers library, or its folder: tokens, heads, key/value heads where no option says.",
+        ),
+    ] = None,
     budget: options.BudgetOption = 0.1,
     causal: options.CausalOption = False,
     segment_lengths: options.SegmentLengthsOption = None,
@@ -34,7 +45,15 @@ def choose(
 
     The order follows experiments with small causal models: few branches, a low far rate, a far branch over the whole sequence.
     """
+    from flexdilated.analysis.choice import choose_pattern, few_heads
+    from flexdilated.draw.choices import draw_choices
+
     options.check_picture(output)
+    if config is not None:
+        tokens, heads, kv_heads = _sizes(config, tokens, heads, kv_heads)
+    if tokens is None:
+        refuse("--tokens or --from-config must be given, got neither")
+    heads = 12 if heads is None else heads
     kv_heads = options.kv_heads_named(heads, kv_heads)
     patterns: list[DilatedPattern] = []
     if preset or segment_lengths or dilation_rates or window or global_tokens:
@@ -65,6 +84,29 @@ def choose(
             typer.echo(f"   flexdilated explorer '{state}'")
     if output is not None:
         options.write_picture(draw_choices(found), output, as_json=as_json)
+
+
+def _sizes(path: Path, tokens: int | None, heads: int | None, kv_heads: int | None) -> tuple[int, int, int | None]:
+    """Tokens, heads and key/value heads by the options, else by a config.json."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = {**json.loads(file.read_text(encoding="utf-8"))}
+    except (TypeError, ValueError) as error:
+        refuse(f"--from-config must be a config.json of the transformers library, got '{file}': {first_line(error)}")
+    config |= config.get("text_config") or {}  # of models of text and pictures
+
+    def read(option: str, *keys: str) -> int:
+        key = next((key for key in keys if key in config), keys[0])
+        if key not in config:
+            refuse(f"--from-config must hold {' or '.join(keys)}, got none in '{file}'; use {option}")
+        if type(config[key]) is not int or config[key] < 1:
+            refuse(f"--from-config must hold an integer of at least 1 as {key}, got {config[key]!r} in '{file}'; use {option}")
+        return config[key]
+
+    if kv_heads is None and heads is None and config.get("num_key_value_heads") is not None:
+        kv_heads = read("--kv-heads", "num_key_value_heads")
+    tokens = read("--tokens", "max_position_embeddings", "n_positions") if tokens is None else tokens
+    return tokens, read("--heads", "num_attention_heads", "n_head") if heads is None else heads, kv_heads
 
 
 def _explorer_state(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, *, causal: bool) -> str:

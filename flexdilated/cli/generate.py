@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from flexdilated.cli.options import CudaDeviceOption, device_named
 from flexdilated.cli.refusal import refuse
-from flexdilated.nn.longnet import LongNetLM
-from flexdilated.training.corpus import BYTES
-from flexdilated.training.weights import read_model
+
+if TYPE_CHECKING:
+    from flexdilated.nn.longnet import LongNetLM
 
 
 def generate(
@@ -31,6 +30,9 @@ def generate(
     device: CudaDeviceOption = "auto",
 ) -> None:
     """Continue a text with a trained model, and print both. Time and memory per byte do not grow with the length of the text."""
+    from flexdilated.training.corpus import BYTES
+    from flexdilated.training.weights import read_model
+
     prompt_bytes = prompt_file.read_bytes() if prompt_file is not None else (prompt or "").encode()
     if (prompt and prompt_file) or not prompt_bytes:
         refuse("--prompt or --prompt-file must be given, one of them and with at least one byte")
@@ -48,6 +50,8 @@ def printable(text: bytes) -> str:
 
 def continued(model: LongNetLM, prompt: bytes, *, num_bytes: int, seed: int, **options: Any) -> bytes:
     """`prompt` continued by `num_bytes` bytes drawn from the model, with the options of its `generate`."""
+    import torch
+
     tokens = torch.tensor([list(prompt)], device=model.embedding.weight.device)
     drawn = model.generate(tokens, max_new_tokens=num_bytes, generator=torch.Generator().manual_seed(seed), **options)
     return prompt + bytes(drawn[0].tolist())

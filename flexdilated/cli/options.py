@@ -8,23 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from flexdilated.cli.refusal import first_line, refuse
-from flexdilated.core.hardware import dtype_name
-from flexdilated.core.losses import why_not_connected
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.figure import require_matplotlib as check_matplotlib
 from flexdilated.draw.figure import write
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
 
 EXAMPLE = DilatedPattern((2048, 4096, 8192), (1, 2, 4))  # without options that name a pattern
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 PRESETS = {"longnet": DilatedPattern.longnet, "gigapath": DilatedPattern.gigapath}
 
 
@@ -100,12 +97,6 @@ BudgetOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
-def connection(pattern: DilatedPattern, tokens: int, kv_heads: int) -> str:
-    """Whether causal information crosses all boundaries, in one line."""
-    why = why_not_connected(pattern, tokens, kv_heads)
-    return "connected: causal information crosses all boundaries" if why is None else why
-
-
 def kv_heads_named(heads: int, kv_heads: int | None) -> int:
     """Key/value heads: as many as query heads by default."""
     if kv_heads is not None and heads % kv_heads:
@@ -153,6 +144,8 @@ def pattern_named(
 
 def device_named(name: str, *, auto: Sequence[str] = ("cuda", "mps")) -> torch.device:
     """The device of a name; of "auto" the first kind of `auto` that is there, else the CPU."""
+    import torch
+
     if name == "auto":
         is_there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         return torch.device(next((kind for kind in auto if is_there[kind]), "cpu"))
@@ -166,6 +159,8 @@ def device_named(name: str, *, auto: Sequence[str] = ("cuda", "mps")) -> torch.d
 
 def device_of_rank(name: str) -> torch.device:
     """The CPU, or the GPU of this rank of torchrun."""
+    import torch
+
     if name not in ("auto", "cpu", "cuda"):
         refuse(f"--device must be auto, cpu or cuda (a rank takes cuda:LOCAL_RANK) with several ranks, got '{name}'")
     if device_named(name, auto=["cuda"]).type == "cpu":
@@ -173,11 +168,6 @@ def device_of_rank(name: str) -> torch.device:
     device = device_named(f"cuda:{os.environ['LOCAL_RANK']}")
     torch.cuda.set_device(device)
     return device
-
-
-def spelled(*dtypes: torch.dtype) -> str:
-    """As options spell them."""
-    return ", ".join(dtype_name(dtype) for dtype in dtypes)
 
 
 def check_picture(output: Path | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -14,14 +14,15 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from flexdilated.analysis.strategies import Layer, Strategy, layer_plan, memory, strategies
 from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
+from flexdilated.core.description import connection
 from flexdilated.core.pattern import BACKWARD, FORWARD
-from flexdilated.distributed.planner import cost_model
-from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
-from flexdilated.distributed.sharding import even_shard_lengths
-from flexdilated.draw.plan import draw_traffic, layer_lines
+
+if TYPE_CHECKING:
+    from flexdilated.analysis.strategies import Layer, Strategy
+    from flexdilated.distributed.planner.cost_model import Speeds
+    from flexdilated.distributed.planner.plan import ContextPlan
 
 LABELS = {
     "gather": "gather",
@@ -36,7 +37,6 @@ COLUMNS = (
     *("rows\nper head", "memory\n", "work\n"),
 )
 MOST_ELEMENTS = 2**55  # of q: numbers of bytes fit in 64 bits
-SPEEDS = cost_model.Speeds()
 AT_MOST = "at most: rows that several branches need are counted once for each of them, since listing all rows takes long"
 EXPLANATION = f"""\
 received: bytes per rank, layer and pass; kB, MB, GB = powers of 1,000
@@ -97,12 +97,11 @@ def plan(
             "Default: that of exchange='auto', twice q, k, v and out of the largest shard, at least 128 MiB.",
         ),
     ] = None,
-    link_speed: Annotated[
-        float, typer.Option(min=0.01, metavar="X", help="GB (1e9 bytes) that a rank gets per second.")
-    ] = SPEEDS.link / 1e9,
+    link_speed: Annotated[float, typer.Option(min=0.01, metavar="X", help="GB (1e9 bytes) that a rank gets per second.")] = 50.0,
     compute_speed: Annotated[
         float, typer.Option(min=0.01, metavar="X", help="1e12 floating-point operations that a rank computes per second.")
-    ] = SPEEDS.compute / 1e12,
+    ] = 350.0,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what each column and each exchange means.")] = False,
     output: options.PictureOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -114,6 +113,12 @@ def plan(
     FLEXDILATED_COMPUTE_SPEED (operations) give the speeds. flexdilated.analysis.strategies has the numbers in Python.
     The picture shows the bytes received per rank against the number of ranks, 1 to P.
     """
+    from flexdilated.analysis.strategies import Layer, layer_plan, strategies
+    from flexdilated.distributed.planner import cost_model
+    from flexdilated.draw.plan import draw_traffic
+
+    if explain and as_json:
+        refuse("--explain must come without --json, got both")
     options.check_picture(output)
     kv_heads = options.kv_heads_named(heads, kv_heads)
     pattern_options = (segment_lengths, dilation_rates, preset)
@@ -153,32 +158,35 @@ def plan(
         typer.echo(json.dumps(record, indent=1, default=lambda array: array.tolist()))
     else:
         _print(layer, shard_plan, costs, auto, budget=budget, speeds=speeds)
+        typer.echo(f"\n{EXPLANATION}" if explain else "what the columns mean: --explain")
     if output is not None:
         options.write_picture(draw_traffic(layer), output, as_json=as_json)
 
 
-def _print(
-    layer: Layer, shard_plan: ContextPlan, costs: Sequence[Strategy], auto: str, *, budget: int, speeds: cost_model.Speeds
-) -> None:
-    """The table, and what its words mean."""
+def _print(layer: Layer, shard_plan: ContextPlan, costs: Sequence[Strategy], auto: str, *, budget: int, speeds: Speeds) -> None:
+    """The table, and what the choice among exchanges goes by."""
+    from flexdilated.draw.plan import layer_lines
+
     console = Console()
     console.print(Text(_title(layer), style="bold"), soft_wrap=True)
     lines = layer_lines(layer)
     if shard_plan.is_local:
         lines.append("every segment lies inside one shard: our exchanges move nothing")
     if layer.is_causal:
-        lines.append(options.connection(layer.pattern, max(layer.document_lengths), layer.kv_heads))
+        lines.append(connection(layer.pattern, max(layer.document_lengths), layer.kv_heads))
     console.print(Text("\n".join(lines) + "\n"), soft_wrap=True)
     options.print_table(console, _table(layer, shard_plan, costs, auto))
     lines = [f"{LABELS[cost.name]}: {cost.why_not}" for cost in costs if cost.why_not is not None]
     lines += ["", _times(layer, costs, speeds)]
     if not all(cost.is_exact for cost in costs):
         lines.append(AT_MOST)
-    lines += ["", f"memory budget of the messages: {decimal(budget, precision=2)}", EXPLANATION]
+    lines += ["", f"memory budget of the messages: {decimal(budget, precision=2)}"]
     console.print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def _title(layer: Layer) -> str:
+    from flexdilated.distributed.sharding import even_shard_lengths
+
     shards = even_shard_lengths(layer.tokens, layer.ranks)
     longer = sum(size > shards[-1] for size in shards)
     shard = (
@@ -188,6 +196,8 @@ def _title(layer: Layer) -> str:
 
 
 def _table(layer: Layer, shard_plan: ContextPlan, costs: Sequence[Strategy], auto: str) -> Table:
+    from flexdilated.distributed.planner.plan import EXCHANGES
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("received per rank,\nbytes per layer", no_wrap=True)
     for column in COLUMNS:
@@ -201,6 +211,8 @@ def _table(layer: Layer, shard_plan: ContextPlan, costs: Sequence[Strategy], aut
 
 def _cells(layer: Layer, shard_plan: ContextPlan, cost: Strategy) -> list[str]:
     """What `COLUMNS` say of a strategy."""
+    from flexdilated.analysis.strategies import memory
+
     if cost.forward is None or cost.backward is None or cost.rows is None or cost.buffers is None or cost.pairs is None:
         return ["-"] * len(COLUMNS)
     moved = [number for passed in (cost.forward, cost.backward) for number in (passed.max(), passed.mean())]
@@ -209,13 +221,15 @@ def _cells(layer: Layer, shard_plan: ContextPlan, cost: Strategy) -> list[str]:
     return [*moved_bytes, f"{cost.rows.max() / layer.kv_heads:,.0f}", total, f"{cost.pairs.max() / cost.pairs.mean():.2f}"]
 
 
-def _times(layer: Layer, costs: Sequence[Strategy], speeds: cost_model.Speeds) -> str:
+def _times(layer: Layer, costs: Sequence[Strategy], speeds: Speeds) -> str:
     """What auto decides by."""
+    from flexdilated.distributed.planner.cost_model import seconds_of
+
     times = []
     for cost in costs:
         if cost.is_ours and cost.forward is not None and cost.backward is not None and cost.pairs is not None:
             moved, scored = cost.forward + cost.backward, cost.pairs * (layer.group * layer.batch)
-            seconds = cost_model.seconds_of(moved, scored, layer.head_dim, speeds)
+            seconds = seconds_of(moved, scored, layer.head_dim, speeds)
             busiest = int(seconds.argmax())
             total, receiving = float(seconds[busiest]), float(moved[busiest] / speeds.link)
             ms = [f"{1e3 * part:.3g}" for part in (total, receiving, total - receiving)]

@@ -15,11 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS, DispatchKey, why_not
 from flexdilated.backends.dense.sdpa import KERNELS
-from flexdilated.cli.options import DTYPES, spelled
 from flexdilated.cli.refusal import first_line
-from flexdilated.core.hardware import Hardware
+from flexdilated.core.hardware import Hardware, dtype_name
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.tuning.checks import QUANTITIES, Case, definition, differentiate, largest_error
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 # The largest error allowed in a tensor, as a share of its largest element. In low precision sixteen roundings of one number, in
 # float32 and float64 the rounding of sums of some hundred terms.
@@ -151,7 +152,7 @@ def self_check(
             chosen = accepted[: COMPILED.get(candidate.backend)]
             checks = []
             for number, case in enumerate(chosen, 1):
-                report_progress(f"{candidate} in {spelled(dtype)}: {number} of {len(chosen)}")
+                report_progress(f"{candidate} in {dtype_name(dtype)}: {number} of {len(chosen)}")
                 if case.name not in expected:
                     expected[case.name] = definition(case, dtype, "cpu")
                 checks.append(_check(case, dtype, device, candidate, expected[case.name]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -13,15 +14,15 @@ from rich.text import Text
 
 from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
+from flexdilated.core.description import connection
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.draw.blocks import BLOCK_SIZE, PICTURE_CELLS, block_panels
-from flexdilated.draw.panels import describe_heads, figure_of
-from flexdilated.draw.pattern import CELLS, multiplicity_panels
-from flexdilated.draw.terminal import print_panels
-from flexdilated.draw.tiles import HeadTiles, all_heads
+
+if TYPE_CHECKING:
+    from flexdilated.draw.tiles import HeadTiles
 
 MAX_HEADS = 64
-PIPED_CELLS = 512  # per side, where no terminal says how wide it is
+BLOCK_SIZE = 128  # FlexAttention's
+PIPED_WIDTH, PIPED_CELLS = 100, 512  # columns of text, and cells per side, where no terminal says how wide it is
 
 # With --blocks. A dense mask of the most blocks takes some 5 GB, and 15 s per head on one core.
 MAX_BLOCKS = 8192
@@ -74,6 +75,11 @@ def show(
     Long sequences are drawn in cells of many pairs, coloured by the joins per pair. Without options that name a pattern it is
     16,32,64 at 1,2,4; with --blocks 2048,4096,8192. With --blocks and no --tokens at most 65,536 tokens are drawn.
     """
+    from flexdilated.draw.blocks import PICTURE_CELLS, block_panels
+    from flexdilated.draw.panels import figure_of
+    from flexdilated.draw.pattern import CELLS, multiplicity_panels
+    from flexdilated.draw.terminal import print_panels
+
     options.check_picture(output)
     if block_size is not None and not blocks:
         refuse(f"--block-size must come with --blocks, got {block_size}")
@@ -87,6 +93,8 @@ def show(
     longest = max(pattern.segment_lengths, default=4 * max(pattern.window or 1, global_tokens))
     num_tokens = (min(longest, DEFAULT_BLOCK_TOKENS) if blocks else longest) if tokens is None else tokens
     name, console = None if preset is None else NAMES[preset], Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED_WIDTH
     if blocks:
         if num_tokens > (limit := min(MAX_BLOCKS * block_size, MAX_BLOCK_TOKENS)):
             refuse(f"--tokens must be in [1, {limit}] with --block-size={block_size}, got {num_tokens}; use a larger --block-size")
@@ -102,7 +110,7 @@ def show(
     else:
         options.write_picture(figure_of(panels), output)
     if causal:
-        console.print(Text(options.connection(pattern, num_tokens, kv_heads)), soft_wrap=True)
+        console.print(Text(connection(pattern, num_tokens, kv_heads)), soft_wrap=True)
     if blocks:
         console.print()
         options.print_table(console, _tile_table(groups))
@@ -111,6 +119,9 @@ def show(
 
 def _tile_table(groups: Sequence[HeadTiles]) -> Table:
     """A row for heads that are equal, with the numbers of one head; then the sum over all heads."""
+    from flexdilated.draw.panels import describe_heads
+    from flexdilated.draw.tiles import all_heads
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("\nhead", no_wrap=True)
     for name in ("partial\ntiles", "full\ntiles", "density\n", "packed\ntiles", "useful\npairs", "waste,\nraw", "waste,\npacked"):

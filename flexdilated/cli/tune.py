@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flexdilated.backends.measured import ESTIMATE
 from flexdilated.cli import options
-from flexdilated.tuning import Tuning
-from flexdilated.tuning import tune as run
-from flexdilated.tuning.run import chosen
+
+if TYPE_CHECKING:
+    from flexdilated.tuning import Tuning
 
 
 def tune(
@@ -35,6 +34,11 @@ def tune(
     An estimated 2 to 4 minutes for one dtype and two head dims. Ctrl-C keeps what is done. The results are for this GPU and these
     versions of torch, CUDA, triton, flash-attn, the driver and this library, in a file of ~/.cache/flexdilated.
     """
+    import torch
+
+    from flexdilated.backends.measured import ESTIMATE
+    from flexdilated.tuning import tune as run
+
     place = options.device_named(device)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
     console = Console(stderr=True)
@@ -42,7 +46,7 @@ def tune(
         task = bar.add_task(ESTIMATE, total=1.0)
         found = run(
             place,
-            dtypes=None if dtype is None else [options.DTYPES[dtype]],
+            dtypes=None if dtype is None else [getattr(torch, dtype)],
             head_dims=None if head_dim is None else [head_dim],
             everything=everything,
             progress=lambda text, share: bar.update(task, description=text, completed=share),
@@ -58,6 +62,8 @@ def tune(
 
 
 def _print(found: Tuning) -> None:
+    from flexdilated.tuning.run import chosen
+
     if found.kept is None:
         typer.echo(found.reason)
         return

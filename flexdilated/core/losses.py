@@ -10,20 +10,8 @@ from itertools import takewhile
 
 import torch
 
+from flexdilated.core.description import why_not_connected
 from flexdilated.core.pattern import DilatedPattern
-
-
-def why_not_connected(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -> str | None:
-    """What a causal model loses under a pattern that is not connected, and the cure; None for a connected pattern."""
-    boundary = pattern.first_uncrossed_boundary(num_tokens, num_kv_heads)
-    if boundary is None:
-        return None
-    rate = min((pattern.run_of_neighbours + 1) // 2, num_kv_heads)
-    cure = f", or add a branch as long as the sequence at a rate of at most {rate}" if pattern.heads == "all" and rate > 1 else ""
-    return (
-        f"not connected: not all information from tokens 0 to {boundary - 1} reaches the tokens from {boundary} on; "
-        f"add a window{',' if cure else ' or'} use DilatedPattern.causal(seq_len, {num_kv_heads}){cure}"
-    )
 
 
 def check_losses(pattern: DilatedPattern, num_tokens: int | None, num_kv_heads: int, is_causal: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from flexdilated.core.boundaries import first_uncrossed
 from flexdilated.core.branch import Branch, GlobalTokens, HeadRun, Kept, Near, Segments, Window, ceil_div, split_kinds
+from flexdilated.core.description import describe
 from flexdilated.core.integers import as_integer, at_least_one, index_below, integer_tuple
 from flexdilated.core.keywords import takes_num_kv_heads
 from flexdilated.core.pattern_svg import branches_svg
@@ -345,6 +346,18 @@ class DilatedPattern:
             HeadRun(offset, heads[0], heads[1] - heads[0] if len(heads) > 1 else 1, len(heads))
             for offset, heads in sorted(by_offset.items())
         )
+
+    @takes_num_kv_heads
+    def describe(self, num_tokens: int, num_kv_heads: int, *, is_causal: bool = False) -> str:
+        """The pattern in sentences, one per line: its share of the pairs, what each token reads, and the rules for patterns.
+
+        >>> DilatedPattern((16,), (4,)).describe(16, num_kv_heads=4).splitlines()[1]
+        'In each head, 1 in 4 of all 16 tokens read each other; each head keeps other tokens.'
+
+        The rules: a segment as long as the sequence, a key/value head for each remainder of positions, enough tokens; if causal,
+        no boundary that information does not cross. Arguments and errors are those of `count_pairs` and `check_heads`.
+        """
+        return "\n".join(describe(self, num_tokens, num_kv_heads, is_causal=is_causal))
 
     @takes_num_kv_heads
     def crosses_boundaries(self, num_tokens: int, num_kv_heads: int) -> bool:

@@ -46,7 +46,7 @@ class DilatedKVCache:
     per head (under `heads="grouped"`, of its own branch), allocated once, for any length of the context. A window of w tokens has
     w rows: row `p % w` holds position `p` until position `p + w` overwrites it. Global tokens have a row each, for good. A token
     attends to what its segments, the window and the global tokens join it with, in one softmax over all branches. A token that no
-    branch of a head keeps gives 0 there.
+    branch of a head keeps gives 0 there. A new prompt goes on after the tokens seen, as a chunk would: call `reset()` before it.
 
     Where a key or value is not finite, the tokens that see it give NaN in that head; no other output changes. Attention runs in
     the dtype of the cache, without autocast and without gradients. Under `torch.compile(fullgraph=True)` a step compiles once.

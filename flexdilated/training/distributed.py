@@ -21,7 +21,6 @@ from flexdilated.training.options import UserError
 if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
     from torch.distributed.device_mesh import DeviceMesh
 
-TIMEOUT_SECONDS = 300  # of a rank that waits for the others
 STOPPING = "\nstopping after this step (the first compiles for minutes) and a checkpoint; once more: immediately, and without\n"
 
 

@@ -70,10 +70,12 @@ def test_your_patterns_come_last_and_say_what_is_wrong_with_them() -> None:
     found = choose_pattern(512, 8, is_causal=True, patterns=mine, most=1)
     assert [each.is_given for each in found.shown] == [False, True, True, True]
     parted, best, missing = found.shown[1:]
-    assert parted.why.startswith("Yours is not connected: not all information from tokens 0 to 255 reaches the tokens from 256 on;")
-    assert best.why == "Yours is connected."
-    assert missing.why.endswith(" No head keeps some tokens at rate 16.")
-    assert choose_pattern(512, 8, patterns=mine).shown[-2].why == "Yours."
+    assert " Not connected: not all information from tokens 0 to 255 reaches the tokens from 256 on;" in parted.why
+    assert " No head keeps some tokens at rate 16; use rates that divide the 8 key/value heads. " in missing.why
+    for choice in found.shown[1:]:
+        share, *sentences = choice.pattern.describe(512, 8, is_causal=True).splitlines()
+        assert (f"{100 * choice.share:.3g} % of dense attention.", choice.why) == (share, " ".join(sentences))
+    assert best.why.endswith(" Connected: causal information crosses all boundaries.")
 
 
 def test_sentences() -> None:
@@ -82,7 +84,7 @@ def test_sentences() -> None:
     assert window.why == f"Each token reads a window of 8 tokens. {far}"
     assert two.why == f"Each token reads its segment of 16 tokens. {far}"
     assert three.why == (
-        "Each token reads its segment of 24 tokens. In each head, 1 in 4 of the tokens of longer segments of 120 and 144 also read "
+        "Each token reads its segment of 24 tokens. In each head, 1 in 4 of the tokens of segments of 120 and 144 also read "
         "each other; 2 heads keep the same tokens. No segment is as long as the sequence: all is seen after 8 layers."
     )
 

@@ -24,7 +24,8 @@ def test_prints_lines_of_python_with_sentences_and_addresses() -> None:
         "   flexdilated explorer 'w=16,512&r=1,4&N=512&H=16&KV=8&causal=1&query=511&heads=all&offsets=blocked'",
     ]
     assert lines[-3] == "6  DilatedPattern((64, 256), (1, 4), offsets='interleaved')"
-    assert lines[-2].startswith("   15.8 % of dense attention, over the budget. Yours is not connected: ")
+    assert lines[-2].startswith("   15.8 % of dense attention, over the budget. Each token reads its segment of 64 tokens. ")
+    assert " Not connected: not all information from tokens 0 to 255 reaches " in lines[-2]
 
 
 def test_budget_is_a_share_of_dense_attention(tmp_path: Path) -> None:
@@ -43,11 +44,59 @@ def test_budget_is_a_share_of_dense_attention(tmp_path: Path) -> None:
         (("--budget", "0"), "budget must be in (0, 1], got 0.0"),
         (("--budget", "10"), "budget must be in (0, 1], got 10.0; 0.1 or 10% is a tenth of the pairs"),
         (("--budget", "x"), "Invalid value for '--budget': "),
-        (("--segment-lengths", 2**40, "--dilation-rates", 2**40), "--dilation-rates must be at most 1048576 to list"),
     ],
 )
 def test_refuses_in_one_line(arguments: tuple[object, ...], message: str) -> None:
     assert refused("choose", "--tokens", 9, *arguments).startswith(message)
+
+
+LLAMA = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "title"),
+    [
+        (LLAMA, [], "512 tokens, 16 heads, 8 key/value heads,"),
+        ({"text_config": LLAMA, "num_attention_heads": 3}, [], "512 tokens, 16 heads, 8 key/value heads,"),
+        ({**LLAMA, "num_key_value_heads": None}, [], "512 tokens, 16 heads,"),
+        ({"n_head": 4, "n_positions": 256}, [], "256 tokens, 4 heads,"),
+        (LLAMA, ["--tokens", 300, "--kv-heads", 4], "300 tokens, 16 heads, 4 key/value heads,"),
+        ({"num_key_value_heads": 8}, ["--tokens", 300, "--heads", 12], "300 tokens, 12 heads,"),
+    ],
+)
+def test_sizes_come_from_a_config_where_no_option_says(
+    tmp_path: Path, config: dict[str, object], more: list[object], title: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        code, out, err = invoke("choose", "--from-config", path, *more)
+        assert (code, err) == (0, "")
+        assert out.startswith(f"{title} not causal; ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "--from-config must be a config.json of the transformers library, got '{file}': Expecting property name"),
+        ("[]", "--from-config must be a config.json of the transformers library, got '{file}': 'list' object is not a mapping"),
+        ("{}", "--from-config must hold max_position_embeddings or n_positions, got none in '{file}'; use --tokens"),
+        ('{"n_positions": 9}', "--from-config must hold num_attention_heads or n_head, got none in '{file}'; use --heads"),
+        (
+            '{"n_positions": 0.5}',
+            "--from-config must hold an integer of at least 1 as n_positions, got 0.5 in '{file}'; use --tokens",
+        ),
+        ('{"n_positions": 9, "n_head": 3, "num_key_value_heads": 2}', "--kv-heads must divide --heads=3, got 2"),
+    ],
+)
+def test_a_config_that_lacks_a_size_is_refused_by_the_name_of_its_key(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    assert refused("choose", "--from-config", file).startswith(message.replace("{file}", str(file)))
+
+
+def test_tokens_or_a_config_must_be_given(tmp_path: Path) -> None:
+    assert refused("choose") == "--tokens or --from-config must be given, got neither\n"
+    assert refused("choose", "--from-config", tmp_path).startswith(f"{tmp_path / 'config.json'} must be a file that can be read")
 
 
 def test_json_holds_what_is_printed() -> None:

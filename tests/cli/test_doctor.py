@@ -15,9 +15,8 @@ from flexdilated.backends import BACKENDS
 from flexdilated.backends.dense import flash
 from flexdilated.backends.dense.sdpa import KERNELS
 from flexdilated.backends.triton import backend as triton_backend
-from flexdilated.cli import doctor, selfcheck
-from flexdilated.cli.options import DTYPES
-from flexdilated.cli.selfcheck import BackendKernel
+from flexdilated.cli import diagnosis, selfcheck
+from flexdilated.cli.selfcheck import DTYPES, BackendKernel
 from flexdilated.core.hardware import detect
 from flexdilated.tuning.checks import QUANTITIES
 from tests.commands import invoke
@@ -92,6 +91,7 @@ def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "DTYPES", {"float64": torch.float64})
     code, text, _ = run("--device", "cpu")
     assert code == 0
+    assert text.startswith("cpu: auto takes sdpa")
     assert torch.__version__ in text
     assert "it runs on CUDA only" in text
     assert "sdpa cpu_flash float64" in text
@@ -101,7 +101,7 @@ def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "UNBUILT", None)  # whatever this machine lacks
-    measured, hopper, unmeasured = (doctor._preference(simulate(name)) for name in ("cpu", "sm_90", "sm_80"))
+    measured, hopper, unmeasured = (diagnosis._preference(simulate(name)) for name in ("cpu", "sm_90", "sm_80"))
     where = "by measurements shipped with flexdilated ({})"
     cpu = where.format("cpu-avx512-amx-2threads, torch 2.13.0+cpu, 2026-11-20")
     assert measured == f"auto takes sdpa in float32, bfloat16, float16, float64, {cpu}"
@@ -112,9 +112,9 @@ def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unmeasured.startswith(unknown + left_out.format("forward"))
     ship_checks(monkeypatch, "forward", "backward")
     chosen = "triton, from 2,896 tokens sdpa in float32; triton in bfloat16, float16; sdpa in float64"
-    ran = doctor._preference(simulate("sm_90"))
+    ran = diagnosis._preference(simulate("sm_90"))
     assert ran.startswith(f"auto takes {chosen}, {gpu}{left_out.format('forward, grouped heads')}")
-    assert doctor._preference(simulate("sm_70")).startswith(f"{unknown}. Measurements of flexdilated tune are not read: ")
+    assert diagnosis._preference(simulate("sm_70")).startswith(f"{unknown}. Measurements of flexdilated tune are not read: ")
 
 
 def test_doctor_says_what_fails_with_the_installed_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,8 @@ def test_doctor_reports_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_reasons_are_told_once_with_what_they_hold_for() -> None:
     flash = BackendKernel("sdpa", "flash")
-    assert doctor._why(doctor._reasons(flash, simulate("cpu"))) == "it runs on CUDA only"
-    assert doctor._why(doctor._reasons(flash, simulate("sm_80"))).splitlines() == [
+    assert diagnosis._why(diagnosis._reasons(flash, simulate("cpu"))) == "it runs on CUDA only"
+    assert diagnosis._why(diagnosis._reasons(flash, simulate("sm_80"))).splitlines() == [
         "float32: it has no float32 kernel there",
         "bfloat16, float16 masked: it has no key padding mask",
         "bfloat16, float16 dropout: attention dropout runs on the math kernel only",

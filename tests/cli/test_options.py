@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 
 from flexdilated import DilatedPattern
 from flexdilated.analysis import strategies
-from flexdilated.cli import app, doctor, generate, plan, show, slides, train, tune
+from flexdilated.cli import app, diagnosis, doctor, generate, plan, show, slides, train, training, tune
 from flexdilated.cli.options import device_named
 from flexdilated.cli.slides import encode
 from flexdilated.training import checkpoint, corpus, distributed, trainer
@@ -97,9 +97,9 @@ MODULES: dict[str, list[ModuleType]] = {
     "show": [show],
     "plan": [plan, strategies],
     "slides encode": [encode],
-    "doctor": [doctor],
+    "doctor": [doctor, diagnosis],
     "tune": [tune],
-    "train": [train, checkpoint, corpus, distributed, trainer],
+    "train": [train, training, checkpoint, corpus, distributed, trainer],
     "generate": [generate],
 }
 OTHERS = {
@@ -173,7 +173,7 @@ def test_interrupted_command_ends_with_code_130(monkeypatch: pytest.MonkeyPatch)
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "strategies", interrupt)
+    monkeypatch.setattr(strategies, "strategies", interrupt)
     assert invoke("plan", "--tokens", 9, "--context-parallel", 2)[0] == 130
 
 
@@ -183,7 +183,7 @@ def test_arguments_have_the_names_of_options_but_not_inside_what_python_prints(m
     def refuse(*_: object) -> None:
         raise ValueError(f"num_heads must fit segment_lengths=(64, 512), got call 7 with {pattern}, not num_heads")
 
-    monkeypatch.setattr(plan, "strategies", refuse)
+    monkeypatch.setattr(strategies, "strategies", refuse)
     expected = f"error: --heads must fit --segment-lengths=(64, 512), got call 7 with {pattern}, not --heads\n"
     assert invoke("plan", "--tokens", 9, "--context-parallel", 2) == (2, "", expected)
 

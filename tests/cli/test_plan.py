@@ -1,5 +1,6 @@
 """`flexdilated plan`: its table, its picture, and what it refuses."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.filesize import decimal
 from flexdilated import DilatedPattern
 from flexdilated.analysis import strategies
 from flexdilated.analysis.strategies import Layer, layer_plan, memory
+from flexdilated.cli import plan as module
 from flexdilated.cli.plan import LABELS, MOST_ELEMENTS
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import EXCHANGES
@@ -136,3 +138,15 @@ def test_numbers_of_bytes_are_exact_at_the_largest_size() -> None:
     for each in strategies.strategies(of):
         numbers = (each.forward, each.backward, each.rows, each.buffers, each.pairs)
         assert all(number is None or (number >= 0).all() for number in numbers), each.name
+
+
+def test_default_speeds_are_those_of_a_run() -> None:
+    defaults = inspect.signature(module.plan).parameters
+    assert cost_model.Speeds(defaults["link_speed"].default * 1e9, defaults["compute_speed"].default * 1e12) == cost_model.Speeds()
+
+
+def test_columns_are_explained_on_demand() -> None:
+    line = ("--tokens", 97, "--context-parallel", 2)
+    assert plan(*line).endswith("\nwhat the columns mean: --explain\n")
+    assert plan(*line, "--explain").endswith(f"\n\n{module.EXPLANATION}\n")
+    assert refused("plan", *line, "--explain", "--json") == "--explain must come without --json, got both\n"

@@ -165,3 +165,11 @@ def test_a_terminal_of_few_characters_shows_the_same_in_ascii() -> None:
     text = show("--heads", 1, "--blocks").partition("partial")[0].rstrip()  # the lines of the table are rich's own
     assert "·" in text
     assert found.stdout.decode("ascii").partition("partial")[0].rstrip() == text.replace("·", ".")
+
+
+def test_a_pipe_is_as_wide_as_a_page_and_cuts_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, side_by_side in ((None, 3), ("60", 1), ("140", 4)):
+        monkeypatch.delenv("COLUMNS", raising=False) if columns is None else monkeypatch.setenv("COLUMNS", columns)
+        lines = show("--tokens", 31, "--heads", 4, "--segment-lengths", 31, "--dilation-rates", 1).splitlines()
+        assert next(line for line in lines if "head 0" in line).count("head") == side_by_side
+        assert max(line.count("1") for line in lines) == 31 * side_by_side

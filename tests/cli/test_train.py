@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
-from flexdilated.cli import train as train_command
+from flexdilated.cli import training
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import load_corpus
 from tests.commands import invoke
@@ -94,19 +94,19 @@ def test_a_run_keeps_the_decay_of_its_weights_for_sequences_as_short(tmp_path: P
 def test_a_dense_model_is_named_beside_the_default_run_alone(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default options on another text, shorter: what is not measured for them is not shown."""
     parts: list[bool] = []
-    monkeypatch.setattr("flexdilated.cli.train.load_corpus", lambda *args, **options: load_corpus([text], 37))
+    monkeypatch.setattr("flexdilated.training.corpus.load_corpus", lambda *args, **options: load_corpus([text], 37))
     patterns: list[DilatedPattern] = []
-    monkeypatch.setattr("flexdilated.cli.train._train", lambda trainer, *args: patterns.append(trainer.config.pattern))
-    monkeypatch.setattr("flexdilated.cli.train._finish", lambda *args, is_default: parts.append(is_default))
+    monkeypatch.setattr("flexdilated.cli.training.run_trainer", lambda trainer, *args: patterns.append(trainer.config.pattern))
+    monkeypatch.setattr("flexdilated.cli.training.finish", lambda *args, is_default: parts.append(is_default))
     for i, more in enumerate(([], ["--no-compile", "--device=cpu"], ["--steps=101"], [f"--text={text}"], ["--dense"])):
         assert invoke("train", f"--output={tmp_path / str(i)}", *more)[0] == 0
     assert parts == [True, True, False, False, False]
     assert patterns == [*[DilatedPattern.causal(4096, 6)] * 5, DilatedPattern((4096,), (1,))]
-    assert train_command.beside_dense({}, is_default=True).endswith(
-        f": {train_command.DENSE_BITS:.2f} bits per held-out byte, measured once with the default options; --dense --overwrite "
+    assert training.beside_dense({}, is_default=True).endswith(
+        f": {training.DENSE_BITS:.2f} bits per held-out byte, measured once with the default options; --dense --overwrite "
         "measures it here"
     )
-    assert train_command.beside_dense({}, is_default=False).endswith("the same command with --dense --overwrite trains it too")
+    assert training.beside_dense({}, is_default=False).endswith("the same command with --dense --overwrite trains it too")
 
 
 def test_rates_that_the_heads_cannot_keep_are_reported(tmp_path: Path, text: Path) -> None:

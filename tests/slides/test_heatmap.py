@@ -156,7 +156,7 @@ def test_a_tile_is_asked_for_by_the_id_that_lazyslide_gave_it(weights: Path) -> 
         found = {int(tile): float(value) for tile, _, _, value in list(csv.reader(file))[1:]}
     actual = torch.tensor([found[tile] for tile in slide.tile_ids.tolist()])
     torch.testing.assert_close(actual, expected, **SINGLE)
-    code, _, err = invoke(*fixed, "--tile=99")
+    code, _, err = invoke(*fixed, "--tile=99", "--overwrite")
     assert (code, err) == (2, "error: --tile must be a tile_id of the slide, got 99\n")
 
 
@@ -174,6 +174,11 @@ def test_map_slide_lays_a_thumbnail_where_the_size_of_the_slide_is_known(weights
     assert before.startswith(b"\x89PNG")
     tiles = write_trident(weights.parent, "slide", *draw_tiles(N), level0_height=29 * SIDE)
     fixed = ("slides", "map", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--thumbnail={thumbnail}")
+    assert invoke(*fixed, f"--output={picture}")[1:] == (
+        "",
+        f"error: --output must not exist, got '{picture}'; use --overwrite or another name\n",
+    )
+    fixed = (*fixed[:-1], "--overwrite", fixed[-1])
     assert invoke(*fixed, f"--output={picture}")[0] == 0
     assert picture.read_bytes() == before
     for text in (b"no picture", thumbnail.read_bytes()[:50]):

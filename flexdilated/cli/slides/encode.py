@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
-import torch
 import typer
 
 from flexdilated.cli.options import DeviceOption, device_named
 from flexdilated.cli.refusal import refuse
 from flexdilated.cli.slides import shared
 from flexdilated.core.files import replaced
-from flexdilated.slides.encode import FailedSlide, encode_slides
-from flexdilated.slides.grid import Reading
 
 OUTPUTS = (".pt", ".npz")
 
@@ -59,6 +55,12 @@ def encode(
 
     The output holds slide_embed, (1, embed_dim), in float32.
     """
+    import numpy as np
+    import torch
+
+    from flexdilated.slides.encode import FailedSlide, encode_slides
+    from flexdilated.slides.grid import Reading
+
     if output is None:
         output = tiles.with_suffix(".slide.npz" if tiles.suffix.lower() == ".npz" else ".slide.pt")
     if output.suffix.lower() not in OUTPUTS:

@@ -8,16 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch.distributed as dist
 import typer
 
-from flexdilated.cli.options import DTYPES, DeviceOption, device_named, device_of_rank
+from flexdilated.cli.options import DeviceOption, device_named, device_of_rank
 from flexdilated.cli.refusal import refuse
 from flexdilated.cli.slides import shared
-from flexdilated.cli.slides.run import EncodingJob, collected, run
-from flexdilated.slides.folder import list_slides
-from flexdilated.slides.grid import Reading
-from flexdilated.slides.source import digest_of
 
 RANKS_WAIT = timedelta(days=7)  # one rank may be done long before the others; torchrun ends those of a run that lost one
 
@@ -73,6 +68,14 @@ def encode_all(
 
     Several processes: torchrun --standalone --nproc-per-node P -m flexdilated slides encode-all ... gives each every P-th slide.
     """
+    import torch
+    import torch.distributed as dist
+
+    from flexdilated.cli.slides.run import EncodingJob, collected, run
+    from flexdilated.slides.folder import list_slides
+    from flexdilated.slides.grid import Reading
+    from flexdilated.slides.source import digest_of
+
     if find_spec("h5py") is None:
         refuse("h5py must be installed to write --output, got none; pip install 'flexdilated[slides]'")
     if folder.resolve() in (output.resolve(), *output.resolve().parents):
@@ -107,7 +110,9 @@ def encode_all(
         "table": table,
     }
     rank_slides = {name: path for i, (name, path) in enumerate(slides.items()) if i % count == rank}
-    job = EncodingJob(model, rank_slides, output, {**options, "storage": DTYPES[storage]}, settings, overwrite, shows=rank == 0)
+    job = EncodingJob(
+        model, rank_slides, output, {**options, "storage": getattr(torch, storage)}, settings, overwrite, shows=rank == 0
+    )
     if count > 1:
         dist.init_process_group("gloo", timeout=RANKS_WAIT)
     try:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from flexdilated.cli.options import DeviceOption, Integers, device_named, integers, require_matplotlib
 from flexdilated.cli.refusal import refuse
 from flexdilated.cli.slides import shared
-from flexdilated.draw.weights import PICTURE_FORMATS
-from flexdilated.slides.formats import SlideError, Tiles
-from flexdilated.slides.grid import Reading
-from flexdilated.slides.heatmap import TABLES, class_relevance, tile_relevance, write_table
-from flexdilated.slides.picture import draw_slide_map
+
+if TYPE_CHECKING:
+    from flexdilated.slides.formats import Tiles
 
 
 def map_slide(
@@ -23,6 +20,7 @@ def map_slide(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="A picture (.png, .pdf, .svg), or a table (.geojson for QuPath, .csv).")
     ],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     weights: shared.WeightsOption = None,
     tile: Annotated[
         int | None,
@@ -62,6 +60,14 @@ def map_slide(
     Attention is rolled out over the layers and divided by its value under equal scores, which removes what the order of tiles in
     the file does to it. With --class: how much each tile moves the score of a class, by integrated gradients.
     """
+    import torch
+
+    from flexdilated.draw.weights import PICTURE_FORMATS
+    from flexdilated.slides.formats import SlideError
+    from flexdilated.slides.grid import Reading
+    from flexdilated.slides.heatmap import TABLES, class_relevance, tile_relevance, write_table
+    from flexdilated.slides.picture import draw_slide_map
+
     suffix = output.suffix.lower()
     if suffix not in (*PICTURE_FORMATS, *TABLES):
         refuse(f"--output must end in one of {', '.join((*PICTURE_FORMATS, *TABLES))}, got '{output}'")
@@ -71,6 +77,8 @@ def map_slide(
         refuse(f"--slide-size must be width,height and come with --thumbnail, got '{','.join(map(str, slide_size))}'")
     if thumbnail is not None and output.exists() and output.samefile(thumbnail):
         refuse(f"--output must be another file than --thumbnail, got '{output}'")
+    if output.exists() and not overwrite:
+        refuse(f"--output must not exist, got '{output}'; use --overwrite or another name")
     encoder_weights = shared.weights_of(weights, arch, None)
     classes = encoder_weights.checkpoint.classes if encoder_weights.checkpoint is not None else ()
     if class_name is not None and tile is not None:

@@ -6,15 +6,16 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-import torch
 import typer
 
-from flexdilated.cli.options import DTYPES
 from flexdilated.cli.refusal import first_line, refuse
-from flexdilated.slides.formats import DAMAGED
-from flexdilated.slides.gigapath import ARCHITECTURES, Checkpoint, LongNetViT, create_model, read_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexdilated.slides.gigapath import Checkpoint, LongNetViT
 
 PUBLISHED = "gigapath_slide_enc12l768d"
 RANDOM = "WARNING: --random: the weights are RANDOM, so embeddings mean nothing"
@@ -85,6 +86,8 @@ class Weights(NamedTuple):
 
 def weights_of(path: Path | None, arch: str | None, in_chans: int | None, *, random: bool = False) -> Weights:
     """Read `--weights`. The file also gives the architecture and the width of a tile embedding, unless options do."""
+    from flexdilated.slides.gigapath import ARCHITECTURES, read_checkpoint
+
     if arch is not None and arch not in ARCHITECTURES:
         refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
     if path is None:
@@ -101,6 +104,8 @@ def weights_of(path: Path | None, arch: str | None, in_chans: int | None, *, ran
 @contextmanager
 def _fitting(path: Path | str) -> Iterator[None]:
     """End with one line where a file of weights cannot be used."""
+    from flexdilated.slides.formats import DAMAGED
+
     try:
         yield
     except DAMAGED as error:
@@ -111,6 +116,10 @@ def _fitting(path: Path | str) -> Iterator[None]:
 
 def encoder(weights: Weights, place: torch.device, dtype: str = "float32", *, order: str = "file", **sizes: Any) -> LongNetViT:
     """The encoder, in evaluation mode; random weights are the same ones every time."""
+    import torch
+
+    from flexdilated.slides.gigapath import create_model
+
     if weights.checkpoint is None:
         typer.echo(RANDOM, err=True)
         torch.manual_seed(0)
@@ -118,4 +127,4 @@ def encoder(weights: Weights, place: torch.device, dtype: str = "float32", *, or
     if weights.checkpoint is not None:
         with _fitting(weights.checkpoint.path):
             weights.checkpoint.load_into(model)
-    return model.eval().to(place, DTYPES[dtype])
+    return model.eval().to(place, getattr(torch, dtype))

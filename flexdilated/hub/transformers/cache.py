@@ -162,7 +162,8 @@ class DilatedCache(Cache):
 
         model.generate(tokens, cache=DilatedCache())  # past_key_values= before transformers 5.24
 
-    `torch.compile(fullgraph=True)` may compile all calls but the first, which allocates.
+    `torch.compile(fullgraph=True)` may compile all calls but the first, which allocates. A used cache goes on after its tokens:
+    call `reset()` before another prompt, since a chunk of the same prompt looks like one.
 
     Args:
         max_length: Tokens that will be seen at most, which saves memory where that is less than a segment; leave room for drafts,
