@@ -206,7 +206,7 @@ PRONOUNS = {
 }
 # Files, and folders without those below them, that still have such names.
 WITH_PRONOUNS = {
-    *(f"flexdilated/{folder}" for folder in ("backends/autograd", "backends/dense", "cli", "tuning", "core")),
+    *(f"flexdilated/{path}" for path in ("backends/autograd", "backends/dense", "core/branch.py")),
     "flexdilated/distributed/planner/load_balance.py",
 }
 

@@ -407,7 +407,7 @@ def test_another_process_may_add_to_the_file_and_lengths_out_of_memory_are_left_
 
     monkeypatch.setattr(tuning_run, "inputs", inputs)
     found = flexdilated.tune("cpu", dtypes=[torch.float16], head_dims=[64])
-    assert {m["tokens"] for m in found.kept["measured"] if m["dtype"] == "float16"} == {1024, 8192}
+    assert {m["tokens"] for m in found.content["measured"] if m["dtype"] == "float16"} == {1024, 8192}
     assert {auto(), auto(dtype=torch.float16)} == {"triton"}
 
 

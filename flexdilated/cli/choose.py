@@ -60,30 +60,30 @@ def choose(
         named = (segment_lengths, dilation_rates, preset)
         rules: dict[str, Any] = {"window": window, "global_tokens": global_tokens, "heads_rule": heads_rule, "offsets": offsets}
         patterns.append(options.pattern_named(*named, heads=kv_heads, tokens=tokens, **rules))
-    found = choose_pattern(tokens, kv_heads, budget=budget, is_causal=causal, patterns=patterns)
-    note = few_heads(found)
-    python = [repr(each.pattern) for each in found.shown]
-    states = [_explorer_state(each.pattern, tokens, heads, kv_heads, causal=causal) for each in found.shown]
+    choices = choose_pattern(tokens, kv_heads, budget=budget, is_causal=causal, patterns=patterns)
+    note = few_heads(choices)
+    python = [repr(choice.pattern) for choice in choices.shown]
+    states = [_explorer_state(choice.pattern, tokens, heads, kv_heads, causal=causal) for choice in choices.shown]
     if as_json:
         numbers = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "causal": causal, "budget": budget, "few_heads": note}
         shown = [
-            {"python": line, "explorer": state, **asdict(each), "pattern": each.pattern.to_dict()}
-            for line, state, each in zip(python, states, found.shown)
+            {"python": line, "explorer": state, **asdict(choice), "pattern": choice.pattern.to_dict()}
+            for line, state, choice in zip(python, states, choices.shown)
         ]
         typer.echo(json.dumps({**numbers, "patterns": shown}, indent=1))
     else:
         kind = "causal" if causal else "not causal"
         title = f"{tokens:,} tokens, {options.heads_in_words(heads, kv_heads)}, {kind}"
-        typer.echo(f"{title}; budget {100 * found.budget:.3g} % of dense attention")
+        typer.echo(f"{title}; budget {100 * choices.budget:.3g} % of dense attention")
         if note is not None:
             typer.echo(note)
-        for number, (line, state, each) in enumerate(zip(python, states, found.shown), 1):
-            over = "" if each.is_within_budget else ", over the budget"
+        for number, (line, state, choice) in enumerate(zip(python, states, choices.shown), 1):
+            over = "" if choice.is_within_budget else ", over the budget"
             typer.echo(f"\n{number}  {line}")
-            typer.echo(f"   {100 * each.share:.3g} % of dense attention{over}. {each.why}")
+            typer.echo(f"   {100 * choice.share:.3g} % of dense attention{over}. {choice.why}")
             typer.echo(f"   flexdilated explorer '{state}'")
     if output is not None:
-        options.write_picture(draw_choices(found), output, as_json=as_json)
+        options.write_picture(draw_choices(choices), output, as_json=as_json)
 
 
 def _sizes(path: Path, tokens: int | None, heads: int | None, kv_heads: int | None) -> tuple[int, int, int | None]:

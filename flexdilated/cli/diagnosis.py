@@ -117,22 +117,22 @@ def _preferences(hardware: Hardware) -> dict[str, str]:
     """What `backend="auto"` takes on each level of CUDA that is here, and on the examined device."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     all_hardware = dict.fromkeys((hardware, *(detect(torch.device("cuda", i)) for i in range(count))))
-    return {str(each): f"{each}: {_preference(each)}" for each in all_hardware}
+    return {str(hardware): f"{hardware}: {_preference(hardware)}" for hardware in all_hardware}
 
 
 def _preference(hardware: Hardware) -> str:
     """What `backend="auto"` takes, and where that was measured."""
-    own = NOTHING if hardware.capability is None else measured.loaded(hardware.capability)
+    local = NOTHING if hardware.capability is None else measured.loaded(hardware.capability)
     plain = _request(hardware, torch.bfloat16, "plain")
-    if own.crossovers:
-        head_dims = sorted({c.head_dim for c in own.crossovers})
-        choices = [f"at head dim {n}: {_measured_choice(replace(plain, head_dim=n), own.crossovers)}" for n in head_dims]
-        text = f"auto takes {'; '.join(choices)}, by flexdilated tune on {own.date} ({own.path})"
-        for (dtype, head_dim), names in own.constants.items():
+    if local.crossovers:
+        head_dims = sorted({c.head_dim for c in local.crossovers})
+        choices = [f"at head dim {n}: {_measured_choice(replace(plain, head_dim=n), local.crossovers)}" for n in head_dims]
+        text = f"auto takes {'; '.join(choices)}, by flexdilated tune on {local.date} ({local.path})"
+        for (dtype, head_dim), names in local.constants.items():
             text += "".join(
                 f"; {c.name} in {dtype}, head dim {head_dim}" for c in CANDIDATES if c.constants and {*c.constants} <= names
             )
-        failed = [f"{', '.join(form)}" for form, is_right in own.checked.items() if not is_right]
+        failed = [f"{', '.join(form)}" for form, is_right in local.checked.items() if not is_right]
         text += f". It leaves out what did not pass all checks: {'; '.join(failed)}" if failed else ""
     elif package := SHIPPED.get(hardware.device_class, NOTHING).crossovers:
         about = json.loads(FILE.read_text())[hardware.device_class]["provenance"][-1]
@@ -140,11 +140,11 @@ def _preference(hardware: Hardware) -> str:
         text = f"auto takes {_measured_choice(plain, package)}, by measurements shipped with flexdilated ({where})"
     else:
         text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
-    for name in () if own.crossovers else PROVEN:
+    for name in () if local.crossovers else PROVEN:
         reason = measured.unproven(name, plain) or measured.unproven(name, replace(plain, group=2))
         if reason is not None and why_not(name, plain) is None:
             text += f". It leaves {name} out: {reason}. To check and measure it, run flexdilated tune ({measured.ESTIMATE})"
-    if hardware.capability is not None and own.path is None:
+    if hardware.capability is not None and local.path is None:
         unused = ", ".join(map(str, measured.files_of_device(hardware.capability)))
         text += f". Not used, because damaged or measured with other versions: {unused}" if unused else ""
         off = f". Measurements of flexdilated tune are not read: {measured.VARIABLE}={measured.OFF}, or there is no home folder"

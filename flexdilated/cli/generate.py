@@ -45,7 +45,9 @@ def generate(
 
 def printable(text: bytes) -> str:
     """The text for a terminal: any control character but a tab and a newline is replaced."""
-    return "".join(each if each.isprintable() or each in "\t\n" else "\ufffd" for each in text.decode("utf-8", "replace"))
+    return "".join(
+        character if character.isprintable() or character in "\t\n" else "\ufffd" for character in text.decode("utf-8", "replace")
+    )
 
 
 def continued(model: LongNetLM, prompt: bytes, *, num_bytes: int, seed: int, **options: Any) -> bytes:

@@ -84,11 +84,11 @@ CudaDeviceOption = Annotated[str, typer.Option(help="Torch device, or 'auto': CU
 
 def _share(text: str | float) -> float:
     """The number 0.1 for `10%` or `0.1`."""
-    found = str(text)
+    share = str(text)
     try:
-        return float(found.removesuffix("%")) / (100 if found.endswith("%") else 1)
+        return float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
     except ValueError:
-        raise typer.BadParameter(f"must be a share such as 10% or 0.1, got '{found}'") from None
+        raise typer.BadParameter(f"must be a share such as 10% or 0.1, got '{share}'") from None
 
 
 BudgetOption = Annotated[

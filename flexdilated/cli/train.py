@@ -93,7 +93,7 @@ def train(
     The P processes of torchrun --nproc-per-node P -m flexdilated train share each sequence. A checkpoint fits any P.
     With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other.
     """
-    given = dict(locals())
+    values = dict(locals())
     import torch
 
     from flexdilated.analysis import missing_residues
@@ -147,7 +147,7 @@ def train(
         "num_heads": heads,
         "scale_base": scale_base,
     }
-    configs = {name: LongNetConfig(pattern=each, **sizes) for name, each in patterns.items()}
+    configs = {name: LongNetConfig(pattern=pattern, **sizes) for name, pattern in patterns.items()}
     corpus = load_corpus(text or [], sequence_length, without=[output / name for name in (*RUNS, PICTURE, SAMPLE)])
     with process_group(num_ranks, rank, place, timeout_seconds) as mesh:
         resume = prepare(output, resume=resume, resume_if_any=resume_if_any, overwrite=overwrite, mesh=mesh)
@@ -169,5 +169,5 @@ def train(
             trainers[name] = run_trainer(trainer, name, resume, console)
     if rank == 0:
         defaults = {name: parameter.default for name, parameter in inspect.signature(train).parameters.items()}
-        changed = {name for name, default in defaults.items() if given[name] != default}
+        changed = {name for name, default in defaults.items() if values[name] != default}
         finish(trainers, corpus, output, console, is_default=changed <= UNRELATED)

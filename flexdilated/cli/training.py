@@ -65,10 +65,10 @@ def run_trainer(trainer: Trainer, name: str, resume: bool, console: Console) -> 
             status = f"{now.bytes_per_second / 1e3:.1f} kB/s  bits/byte: train {now.history[-1]['train']:.2f}{held_out}"
             progress.update(task, completed=now.step, status=status)
             if now.step == begun + 2:  # the first step compiles
-                first, second = (entry["seconds"] for entry in now.history[-2:])
-                left = _duration((options.steps - now.step) * second)
+                compiling, step_time = (entry["seconds"] for entry in now.history[-2:])
+                left = _duration((options.steps - now.step) * step_time)
                 console.print(
-                    f"{name}: the first step took {_duration(first)}; steps left: {options.steps - now.step}, for about {left}"
+                    f"{name}: the first step took {_duration(compiling)}; steps left: {options.steps - now.step}, for about {left}"
                 )
 
         try:
@@ -117,11 +117,11 @@ def _meaning(corpus: Corpus) -> str:
 
 
 def beside_dense(trainers: dict[str, Trainer], *, is_default: bool) -> str:
-    found = trainers["dense"].held_out if "dense" in trainers else DENSE_BITS if is_default else None
-    if found is None:
+    bits = trainers["dense"].held_out if "dense" in trainers else DENSE_BITS if is_default else None
+    if bits is None:
         return "a dense model of this size and these steps: the same command with --dense --overwrite trains it too"
-    kept = "" if "dense" in trainers else ", measured once with the default options; --dense --overwrite measures it here"
-    return f"a dense model of this size and these steps: {found:.2f} bits per held-out byte{kept}"
+    source = "" if "dense" in trainers else ", measured once with the default options; --dense --overwrite measures it here"
+    return f"a dense model of this size and these steps: {bits:.2f} bits per held-out byte{source}"
 
 
 def _next_commands(output: Path, options: TrainOptions) -> str:
@@ -131,20 +131,20 @@ def _next_commands(output: Path, options: TrainOptions) -> str:
 
 def prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool, mesh: DeviceMesh | None) -> bool:
     """Whether to go on from a checkpoint. Refuses to write over an earlier run that nobody said to resume or discard."""
-    asked = {"--resume": resume, "--resume-if-any": resume_if_any, "--overwrite": overwrite}
-    given = [option for option, is_given in asked.items() if is_given]
-    if len(given) > 1:
-        raise UserError(f"{given[0]} must come without {given[1]}, got both")
-    found = {name: checkpoint.step_of(path) for name in RUNS if (path := checkpoint.latest(output / name)) is not None}
+    wishes = {"--resume": resume, "--resume-if-any": resume_if_any, "--overwrite": overwrite}
+    named = [option for option, is_given in wishes.items() if is_given]
+    if len(named) > 1:
+        raise UserError(f"{named[0]} must come without {named[1]}, got both")
+    earlier = {name: checkpoint.step_of(path) for name in RUNS if (path := checkpoint.latest(output / name)) is not None}
     # Every rank has looked before rank 0 discards or writes, and goes on when it has.
-    ensure_equal(mesh, {"what to do with an earlier run": given, "the checkpoints that they see in --output": found})
-    if resume or (resume_if_any and RUNS[0] in found):
+    ensure_equal(mesh, {"what to do with an earlier run": named, "the checkpoints that they see in --output": earlier})
+    if resume or (resume_if_any and RUNS[0] in earlier):
         return True
-    if found and not overwrite:
-        folder = output / next(iter(found))
+    if earlier and not overwrite:
+        folder = output / next(iter(earlier))
         raise UserError(f"--output must hold no earlier run, got {folder}; use --resume, --overwrite or another folder")
     if mesh is None or mesh.get_local_rank() == 0:
-        for name in found:
+        for name in earlier:
             shutil.rmtree(output / name)
     ensure_equal(mesh, {})
     return False

@@ -44,7 +44,7 @@ def tune(
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(ESTIMATE, total=1.0)
-        found = run(
+        tuning = run(
             place,
             dtypes=None if dtype is None else [getattr(torch, dtype)],
             head_dims=None if head_dim is None else [head_dim],
@@ -52,33 +52,35 @@ def tune(
             progress=lambda text, share: bar.update(task, description=text, completed=share),
         )
     if as_json:
-        path = None if found.path is None else str(found.path)
-        report = {"reason": found.reason, "path": path, "is_complete": found.is_complete, "kept": found.kept}
+        path = None if tuning.path is None else str(tuning.path)
+        report = {"reason": tuning.reason, "path": path, "is_complete": tuning.is_complete, "kept": tuning.content}
         typer.echo(json.dumps(report, indent=2))
     else:
-        _print(found)
-    if not found.is_complete:
+        _print(tuning)
+    if not tuning.is_complete:
         raise typer.Exit(130)  # as shells say it of Ctrl-C
 
 
-def _print(found: Tuning) -> None:
+def _print(tuning: Tuning) -> None:
     from flexdilated.tuning.run import chosen
 
-    if found.kept is None:
-        typer.echo(found.reason)
+    if tuning.content is None:
+        typer.echo(tuning.reason)
         return
     console = Console()
-    wrong = {f"{c['candidate']}, {c['form']}, {c['case']}: {c['found']}" for c in found.kept["checks"] if c["found"] != "right"}
+    wrong = {f"{c['candidate']}, {c['form']}, {c['case']}: {c['found']}" for c in tuning.content["checks"] if c["found"] != "right"}
     console.print(*sorted(wrong), sep="\n", markup=False, soft_wrap=True)
     columns = ("dtype", "D", "call", "tokens", "sdpa, ms", "auto, ms", "of dense rate", "auto takes")
     table = Table(*columns)
-    for entry in found.kept["measured"]:
-        call, name = "training" if entry["training"] else "inference", chosen(found.kept, entry)
-        times = [f"{entry['ms'][each]:,.2f}" for each in ("sdpa", name)]
+    for entry in tuning.content["measured"]:
+        call, name = "training" if entry["training"] else "inference", chosen(tuning.content, entry)
+        times = [f"{entry['ms'][backend]:,.2f}" for backend in ("sdpa", name)]
         rate = f"{entry['of_dense']:.0%}" if "of_dense" in entry else "-"
         setting = (entry["dtype"], str(entry["head_dim"]), call, f"{entry['tokens']:,}")
         table.add_row(*setting, *times, rate, name)
     options.print_table(console, table)
     console.print(
-        f"kept in {found.path}" if found.path else "nothing is kept", "" if found.is_complete else "(interrupted)", soft_wrap=True
+        f"kept in {tuning.path}" if tuning.path else "nothing is kept",
+        "" if tuning.is_complete else "(interrupted)",
+        soft_wrap=True,
     )

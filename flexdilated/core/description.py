@@ -63,18 +63,18 @@ def describe(pattern: Any, num_tokens: int, num_kv_heads: int, *, is_causal: boo
     lost = [str(r) for i, r in enumerate(pattern.dilation_rates) if len(pattern.kept_offsets(i, num_kv_heads)) < r]
     cure = f"; use rates that divide the {num_kv_heads} key/value heads" if pattern.heads == "all" else ""
     limit = CPU_TOKENS[num_kv_heads >= 8]
-    few = f"Too short: dense attention is faster on a CPU below about {limit} tokens, and on a GPU below several thousand."
-    some = "Long enough for a CPU; on a GPU dense attention is faster below several thousand tokens."
-    found = [
+    short = f"Too short: dense attention is faster on a CPU below about {limit} tokens, and on a GPU below several thousand."
+    long = "Long enough for a CPU; on a GPU dense attention is faster below several thousand tokens."
+    sentences = [
         f"{100 * pairs / dense:.3g} % of dense attention.",
         reads(pattern, num_tokens, num_kv_heads, is_causal=is_causal),
         "The longest segment holds the sequence." if longest >= num_tokens else f"{length}: add one as long as the sequence.",
         f"No head keeps some tokens at rate {', '.join(lost)}{cure}."
         if lost
         else "Each remainder of positions has a key/value head, at every rate.",
-        few if num_tokens < limit else some if num_tokens < GPU_TOKENS else "Long enough to be faster than dense attention.",
+        short if num_tokens < limit else long if num_tokens < GPU_TOKENS else "Long enough to be faster than dense attention.",
     ]
     if is_causal:
         text = connection(pattern, num_tokens, num_kv_heads)
-        found.append(f"{text[0].upper()}{text[1:]}.")
-    return found
+        sentences.append(f"{text[0].upper()}{text[1:]}.")
+    return sentences

@@ -54,7 +54,7 @@ class Tuning(NamedTuple):
     """The result of `tune`: the kept file and its content, or the reason why there is nothing to tune."""
 
     path: Path | None = None
-    kept: Json | None = None
+    content: Json | None = None
     reason: str | None = None
     is_complete: bool = True
 
