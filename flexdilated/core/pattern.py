@@ -250,8 +250,8 @@ class DilatedPattern:
 
     @property
     def detaches(self) -> bool:
-        """Whether `detach_weights` changes a gradient: one branch alone has a mixing weight of 1."""
-        return self.detach_weights and len(self.branches) > 1
+        """Whether `detach_weights` changes a gradient: a head that runs one branch has a mixing weight of 1."""
+        return self.detach_weights and self.heads == "all" and len(self.branches) > 1
 
     def kept(self, head: int, num_kv_heads: int, consumer: str) -> tuple[Kept, ...]:
         """The branches of segments that a head runs, in order, with its offsets. For code that also knows `split`'s near pairs.

@@ -64,6 +64,8 @@ Documents = tuple[tuple[int, int], ...]  # of each `(first token, number of toke
 # most so many tokens.
 FEWER_RUNS, SHORT_RUN = 2, 512
 
+MOST_KEPT = 3  # outputs of branches that are kept for a backward, relative to `out`; more are computed again
+
 _Sizes = tuple[int, int, int]  # of `_segment_sizes`
 
 
@@ -91,6 +93,17 @@ def plan_pieces(
     """
     plan = _plan.function if torch.compiler.is_compiling() else _plan
     return plan(pattern, documents, num_kv_heads, is_causal, within)
+
+
+def kept_rows(pattern: DilatedPattern, num_tokens: int) -> int:
+    """Rows per head that hold the outputs of all branches, for a backward with constant mixing weights; 0: it needs or keeps none.
+
+    The pattern decides whether they are kept, for any number of tokens: all ranks, and graphs of any length, decide the same.
+    """
+    blocks = pattern.split("kept outputs")[0] if pattern.detaches else ()
+    if sum(ceil_div(w, r) / w for w, r in blocks) > MOST_KEPT:
+        return 0
+    return sum(num_tokens // w * ceil_div(w, r) + ceil_div(num_tokens % w, r) for w, r in blocks)
 
 
 def runs_of(documents: Documents) -> list[tuple[int, int, int]]:

@@ -1,16 +1,21 @@
 """The one differentiable operation: what it keeps, cuts, draws, refuses, and how it traces."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends.dense import piece_loop
+from flexdilated.backends.kernel import Kernel
 from flexdilated.core.custom_op import encode
-from tests.cases import Case, differentiate
+from flexdilated.core.pieces import kept_rows
+from tests.cases import Case, differentiate, poisoned_memory, run_reference
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
@@ -39,8 +44,14 @@ def test_slabs_of_any_size_give_the_same_result(case: Case, slab_bytes: int, mon
     torch.testing.assert_close(differentiate(attend(case), *case.tensors()), expected, **EXACT)
 
 
-@pytest.mark.parametrize("pattern", [PATTERN, PADDED], ids=["exact", "detached"])
-def test_backward_keeps_only_q_k_v_out_and_lse(pattern: DilatedPattern) -> None:
+# Outputs of branches, relative to `out`, that the backward reads under `detach_weights`: 3 are kept, 4 are computed again.
+THRICE = DilatedPattern((5, 11, 23), (1, 1, 1), detach_weights=True)
+FOURFOLD = DilatedPattern((5, 11, 23, 31), (1, 1, 1, 1), detach_weights=True)
+DETACHED = {"padded": PADDED, "three": THRICE, "four": FOURFOLD, "grouped": replace(THRICE, heads="grouped")}
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, *DETACHED.values()], ids=["exact", *DETACHED])
+def test_backward_keeps_only_q_k_v_out_lse_and_few_outputs_of_branches(pattern: DilatedPattern) -> None:
     q, k, v, _, _ = Case(pattern, group=2).tensors()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     saved: dict[int, Tensor] = {}
@@ -51,7 +62,53 @@ def test_backward_keeps_only_q_k_v_out_and_lse(pattern: DilatedPattern) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out, lse = dilated_attention(*leaves, pattern, return_lse=True)
-    assert set(saved) == {x.data_ptr() for x in (q, k, v, out, lse)}
+    kept = [x for pointer, x in saved.items() if pointer not in {x.data_ptr() for x in (q, k, v, out, lse)}]
+    assert len(saved) == 5 + len(kept)
+    assert len(kept) == (pattern in (PADDED, THRICE))
+    assert sum(x.nbytes for x in kept) <= 3 * out.nbytes
+
+
+@pytest.mark.parametrize("pattern", DETACHED.values(), ids=DETACHED)
+@pytest.mark.parametrize("more", [{"batch": 2, "ignored": 0.4}, {"is_causal": True}, {"borders": (0, 5, 17, 43)}], ids=str)
+def test_constant_weights_give_the_gradient_of_the_definition(
+    pattern: DilatedPattern, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(pattern, group=2, **more)
+    forwards: list[Tensor] = []
+    run = Kernel.forward
+
+    def count(kernel: Kernel, q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        forwards.append(q)
+        return run(kernel, q, *arguments)
+
+    monkeypatch.setattr(Kernel, "forward", count)
+    with poisoned_memory():
+        found = differentiate(attend(case), *case.tensors())
+    torch.testing.assert_close(found, run_reference(case), **EXACT)
+    count_forward = len(forwards)
+    with torch.no_grad():
+        attend(case)(*case.tensors()[:3])
+    again = pattern == FOURFOLD or (case.borders is not None and pattern.heads == "all")
+    assert count_forward == (2 if again else 1) * (len(forwards) - count_forward)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", [PADDED, FOURFOLD], ids=["kept", "again"])
+def test_compiled_calls_of_all_lengths_keep_outputs_of_branches_in_one_graph(pattern: DilatedPattern) -> None:
+    counts, graphs = [], CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: dilated_attention(*x, pattern), fullgraph=True, dynamic=True, backend=graphs)
+    for num_tokens in (43, 29, 7, 12, 25):
+        case = Case(pattern, num_tokens=num_tokens, group=2, batch=2, lse_gradient=False)
+        q, k, v, dout, _ = case.tensors()
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        with poisoned_memory():
+            out = compiled(*leaves)
+            found = (out, *torch.autograd.grad(out, leaves, dout))
+        expected, _, *grads = run_reference(case)
+        torch.testing.assert_close(found, (expected, *grads), **EXACT)
+        counts.append(graphs.frame_count)
+    assert len(set(counts[1:])) == 1
 
 
 def test_lse_alone_has_a_gradient() -> None:
@@ -167,15 +224,19 @@ def test_checkpointing_draws_the_same_dropout_again(seed: int) -> None:
     assert all(map(torch.equal, results[1], results[0]))
 
 
-CASES = [Case(PATTERN, batch=2, group=2, is_causal=True, ignored=0.3), Case(PATTERN, borders=(0, 13, 43))]
+CASES = [Case(PATTERN, batch=2, group=2, is_causal=True, ignored=0.3), Case(PATTERN, borders=(0, 13, 43)), Case(THRICE, batch=2)]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck's own, torch 2.15
-@pytest.mark.parametrize("case", CASES, ids=["gqa_causal_mask", "documents"])
+@pytest.mark.parametrize("case", CASES, ids=["gqa_causal_mask", "documents", "kept_outputs"])
 def test_operators_keep_pytorch_s_contract(case: Case) -> None:
     q, k, v, _, _ = case.tensors(torch.float32)
     options = case.options()
     mask, cu_seqlens = options.get("key_padding_mask"), options.get("cu_seqlens")
     inputs = (*(x.requires_grad_() for x in (q, k, v)), mask, cu_seqlens, None)
     numbers = (encode(case.pattern), case.is_causal, 0.5, 0.0, "sdpa", 0, k.shape[2])
-    torch.library.opcheck(torch.ops.flexdilated.mixture.default, (*inputs, *numbers))
+    if case.pattern.detach_weights:
+        rows = q.shape[0] * q.shape[2] * kept_rows(case.pattern, q.shape[1])
+        torch.library.opcheck(torch.ops.flexdilated.mixture_keeping.default, (*inputs, *numbers, rows))
+    else:
+        torch.library.opcheck(torch.ops.flexdilated.mixture.default, (*inputs, *numbers))

@@ -1,8 +1,12 @@
-"""All pieces of a pattern by a kernel backend, as one differentiable operation that keeps q, k, v, out and lse alone."""
+"""All pieces of a pattern by a kernel backend, as one differentiable operation that keeps q, k, v, out and lse alone.
+
+With constant mixing weights it also keeps the outputs of branches, where they are few (docs/adr/0003).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from flexdilated.core.call import Call, documents
 from flexdilated.core.checks import refuse_shards_of_torch
 from flexdilated.core.custom_op import (
     Inputs,
+    Operator,
     OpOptions,
     differentiate,
     is_plain_eager,
@@ -27,8 +32,9 @@ from flexdilated.core.custom_op import (
 )
 from flexdilated.core.functorch import is_differentiated
 from flexdilated.core.hardware import without_autocast
-from flexdilated.core.pieces import TokenOrder, arrange, plan_pieces
-from flexdilated.core.tracing import refuse_traced_derivatives
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pieces import TokenOrder, arrange, kept_rows, plan_pieces
+from flexdilated.core.tracing import is_exporting, refuse_traced_derivatives
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, call: Call, choice: Choice) -> tuple[Tensor, Tensor]:
@@ -36,19 +42,36 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, call: Call, choice: Choice) ->
     if torch.compiler.is_compiling():
         refuse_traced_derivatives()
     seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
-    arguments = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, call.op_options(), choice)
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    num_kept = _num_kept(q, call.pattern) if differentiable and call.pattern.detach_weights and _may_keep(call) else 0
+    arguments = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, call.op_options(), num_kept, choice)
+    if differentiable and not torch.compiler.is_compiling():
         in_graph = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         if not in_graph and not torch.is_inference_mode_enabled():
             return FlexdilatedMixture.apply(*arguments)
-    return _run(*arguments)
-
-
-def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The operator, without the time that torch.library takes for it where nothing sees the difference."""
-    inputs, (op_options, choice) = Inputs(*arguments[:6]), arguments[6:]
-    out, lse = _forward(inputs, op_options, choice) if is_plain_eager(inputs) else MIXTURE.forward(*inputs, *op_options.encoded())
+    out, lse, *_ = _run(*arguments)
     return out, lse
+
+
+def _may_keep(call: Call) -> bool:
+    """Whether outputs of branches can be kept: their number follows from sizes alone, and the kernels write them to memory."""
+    return call.cu_seqlens is None and call.backend != "triton" and not is_exporting()
+
+
+def _num_kept(q: Tensor, pattern: DilatedPattern) -> int:
+    """The rows of q's branches that are kept."""
+    return q.shape[0] * q.shape[2] * kept_rows(pattern, q.shape[1])
+
+
+def _run(*arguments: Any) -> tuple[Tensor, ...]:
+    """The operator, without the time that torch.library takes for it where nothing sees the difference."""
+    inputs, (op_options, num_kept, choice) = Inputs(*arguments[:6]), arguments[6:]
+    if is_plain_eager(inputs):
+        return _forward(inputs, op_options, choice, keeps=num_kept > 0)
+    result: tuple[Tensor, ...] = (
+        KEEPING.forward(*inputs, *op_options.encoded(), num_kept) if num_kept else MIXTURE.forward(*inputs, *op_options.encoded())
+    )
+    return result
 
 
 def _piece_loop(inputs: Inputs, op_options: OpOptions, choice: Choice | None) -> tuple[PieceLoop, Inputs, TokenOrder]:
@@ -66,20 +89,29 @@ def _piece_loop(inputs: Inputs, op_options: OpOptions, choice: Choice | None) ->
     return PieceLoop(inputs, op_options, pieces, seed, choice), inputs, order
 
 
-def _forward(inputs: Inputs, op_options: OpOptions, choice: Choice | None = None) -> tuple[Tensor, ...]:
+def _forward(inputs: Inputs, op_options: OpOptions, choice: Choice | None = None, *, keeps: bool = False) -> tuple[Tensor, ...]:
+    """`out`, `lse` and, where it `keeps` them, the outputs of branches."""
     with without_autocast(inputs.q.device):
         loop, inputs, order = _piece_loop(inputs, op_options, choice)
-        out, lse = forward(inputs.q, inputs.k, inputs.v, loop)
+        q = inputs.q
+        kept = q.new_empty(_num_kept(q, op_options.pattern), q.shape[3]) if keeps else None
+        out, lse = forward(q, inputs.k, inputs.v, loop, kept)
+        if kept is not None:
+            return out, lse, kept
         return (out, lse) if order.places is None else (order.put(out), order.put(lse, 2))
 
 
-def _run_operator(inputs: Inputs, op_options: OpOptions) -> tuple[Tensor, ...]:
+def _run_operator(inputs: Inputs, op_options: OpOptions, *, keeps: bool = False) -> tuple[Tensor, ...]:
     refuse_shards_of_torch(0)  # again: a compiled graph was checked when it was traced
-    return _forward(inputs, op_options)
+    return _forward(inputs, op_options, keeps=keeps)
 
 
 def _shapes(inputs: Inputs, options: Sequence[Any]) -> tuple[Tensor, ...]:
     return shapes_of(inputs.q)
+
+
+def _keeping_shapes(inputs: Inputs, options: Sequence[Any]) -> tuple[Tensor, ...]:
+    return *shapes_of(inputs.q), inputs.q.new_empty(options[-1], inputs.q.shape[3])
 
 
 def _backward(
@@ -92,27 +124,36 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     with without_autocast(dout.device):
         loop, inputs, order = _piece_loop(inputs, op_options, choice)
-        dout, out, lse = rows_contiguous(dout), rows_contiguous(outputs[0]), outputs[1]
+        dout, out, lse, kept = rows_contiguous(dout), rows_contiguous(outputs[0]), outputs[1], outputs[2] if outputs[2:] else None
         if order.tokens is None:
-            return backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop)
+            return backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop, kept=kept)
         dout, out, lse = order.take(dout), order.take(out), order.take(lse, 2)
         dlse = None if dlse is None else order.take(dlse, 2)
         return tuple(order.put(x) for x in backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop))
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
+    return _by_operator(MIXTURE, *arguments)
+
+
+def _differentiate_keeping(*arguments: Any) -> tuple[Tensor, ...]:
+    return _by_operator(KEEPING, *arguments)
+
+
+def _by_operator(operator: Operator, *arguments: Any) -> tuple[Tensor, ...]:
     if is_differentiated(*arguments[:7]):
         refuse(None)
-    grads: tuple[Tensor, ...] = MIXTURE.backward(*arguments)  # which refuses a derivative of its own
+    grads: tuple[Tensor, ...] = operator.backward(*arguments)  # which refuses a derivative of its own
     return grads
 
 
 def _differentiate_eager(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, (op_options, choice) = arguments[:10], arguments[10:]
+    *tensors, op_options, num_kept, choice = arguments
     if torch.is_grad_enabled() or not is_plain_eager(tensors) or is_differentiated(*tensors[:7]):
-        return _differentiate(*tensors, *op_options.encoded())
-    dout, dlse, q, k, v, out, lse, *others = tensors
-    return _backward(dout, dlse, Inputs(q, k, v, *others), (out, lse), op_options, choice)
+        options = op_options.encoded()
+        return _differentiate_keeping(*tensors, *options, num_kept) if num_kept else _differentiate(*tensors, *options)
+    dout, dlse, q, k, v, *outputs = tensors[:-3]
+    return _backward(dout, dlse, Inputs(q, k, v, *tensors[-3:]), outputs, op_options, choice)
 
 
 MIXTURE = operator(
@@ -124,6 +165,16 @@ MIXTURE = operator(
     backward=_backward,
     through=_differentiate,
 )
+KEEPING = operator(
+    "mixture_keeping",
+    f"{schema_of(OpOptions)}, SymInt num_kept",
+    lambda values: OpOptions.decoded(values[:-1]),
+    forward=partial(_run_operator, keeps=True),
+    shapes=_keeping_shapes,
+    backward=_backward,
+    more_outputs=("kept",),
+    through=_differentiate_keeping,
+)
 
 
 class FlexdilatedMixture(torch.autograd.Function):
@@ -133,7 +184,7 @@ class FlexdilatedMixture(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Any:
         outputs = _run(*arguments)
         save(ctx, arguments, outputs)
-        return outputs
+        return outputs[:2]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -2,7 +2,7 @@
 
 Every piece's backward is called with the output and the log-sum-exp of the whole mixture; since `exp(score - lse)` is then the
 pair's weight in the one softmax over all branches, the gradients of the pieces add up to the exact gradient. Under `detach_weights`
-a piece needs its own output and log-sum-exp instead: they are computed again.
+a piece needs its own output instead: it is kept, or computed again.
 """
 
 from __future__ import annotations
@@ -214,6 +214,18 @@ class PieceLoop:
         return False
 
 
+class OwnOutputs:
+    """The outputs of slabs, one after another in memory `(rows, D)`."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.end = memory, 0
+
+    def next(self, q: Tensor) -> Tensor:
+        """The memory of the next slab, which has such queries `(batch, heads, rows, D)`."""
+        first, self.end = self.end, self.end + q.shape[:3].numel()
+        return self.memory[first : self.end].view(q.shape)
+
+
 def packs(device: torch.device) -> bool:
     """Whether slabs are copied together before they are computed."""
     return device.type == "cpu"
@@ -231,21 +243,24 @@ def merging(request: DispatchKey) -> Any:
     return kernels
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of the pieces; their own outputs are written to `kept` `(rows, D)` where given."""
     out = loop.accumulator(q.shape, q.dtype, 0.0, of_queries=True)
     lse = loop.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf, of_queries=True)
     if loop.in_place is not None:
         loop.in_place.forward(out, lse, q, k, v, pieces=loop.pieces, options=loop.options)
         return out, lse
     q_rows, out_rows, lse_rows, *kv_rows = loop.rows(q, out, lse.transpose(1, 2), keys=(k, v))
+    own = None if kept is None else OwnOutputs(kept)
     for slab in loop.slabs():
         inputs = loop.inputs(slab, (q_rows, *kv_rows))
+        into = None if own is None else own.next(inputs[0])
         if not (slab.piece.covers or slab.piece.writes):
-            loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs))
+            loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs, into))
             continue
-        into = out_rows.view(slab)
-        out_i, lse_i = loop.attend(slab, inputs, into)
-        if into is None:
+        view = out_rows.view(slab) if into is None else None
+        out_i, lse_i = loop.attend(slab, inputs, into if view is None else view)
+        if view is None:
             out_box = out_rows.box(slab)
             out_box.copy_(out_i.view(out_box.shape))
         lse_box = lse_rows.box(slab)
@@ -263,8 +278,9 @@ def backward(
     lse: Tensor,
     loop: PieceLoop,
     sums: torch.dtype | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dq, dk, dv` of the pieces, in the dtype `sums`, which is by default that of the inputs."""
+    """`dq, dk, dv` of the pieces, in the dtype `sums`, which is by default that of the inputs; `kept`: as the forward wrote it."""
     # In the dtype of the inputs: a position has one term per branch, and adding those in bfloat16 adds 3 to 6 % to the error that
     # the kernels make anyway, where float32 sums cost three tensors of twice the size.
     dq, dk, dv = (loop.accumulator(x.shape, sums or x.dtype, 0.0) for x in (q, k, v))
@@ -281,17 +297,15 @@ def backward(
     by_query = (q, dq, dout, lse.transpose(1, 2), *more)
     q_rows, dq_rows, *more_rows, k_rows, v_rows, dk_rows, dv_rows = loop.rows(*by_query, keys=(k, v, dk, dv))
     input_rows, sum_rows = (q_rows, k_rows, v_rows, *more_rows), (dq_rows, dk_rows, dv_rows)
+    own = None if kept is None else OwnOutputs(kept)
     for slab in loop.slabs():
         q_i, k_i, v_i, dout_i, lse_i, *others = loop.inputs(slab, input_rows)
         inputs, dlse_i = (q_i, k_i, v_i), None if dlse is None else others[-1]
-        if loop.detaches:
-            total = lse_i
-            out_i, lse_i = loop.attend(slab, inputs)
-            weight = torch.exp(lse_i - total)
-            dout_i = dout_i * weight[..., None].to(dout_i.dtype)
-            lse_i, dlse_i = for_backward(lse_i, None if dlse_i is None else dlse_i * weight)
-        else:
+        if not loop.detaches:
             out_i = others[0]
+        else:
+            # With a constant weight w = exp(lse_i - lse), w p_i (dout v^T - rowsum(dout out_i)): only the output is the piece's own.
+            out_i = loop.attend(slab, inputs)[0] if own is None else own.next(q_i)
         into = None
         if slab.piece.covers and kernel.writes and dq.dtype == q.dtype:
             views = tuple(view for view in (rows.view(slab) for rows in sum_rows) if view is not None)
