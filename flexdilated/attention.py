@@ -124,7 +124,7 @@ def dilated_attention(
     tokens, or in a sliding window; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. This is one softmax over the
     keys of all branches: a key in m of them counts m times. A query without keys has `out = 0`, `lse = -inf` and gradient 0. The
     last segment may be short.
-    Gradients are exact, and only q, k, v, out and lse are kept. Autocast casts q, k and v as for `scaled_dot_product_attention`.
+    Gradients are exact, and only q, k, v, out and lse are kept (with `detach_weights` also up to 3 times `out`). Autocast casts q, k and v as for `scaled_dot_product_attention`.
 
     The layout is `(B, N, H, D)`, tokens before heads, as in flash-attn. `scaled_dot_product_attention` and `flex_attention` take
     `(B, H, N, D)`: transpose dims 1 and 2 of their tensors, since a wrong layout often raises no error. There is no `attn_mask`:

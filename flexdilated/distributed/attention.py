@@ -25,6 +25,7 @@ from flexdilated.distributed.consistency import compare, miss_call, one_call
 from flexdilated.distributed.mesh import group_of, process_group
 from flexdilated.distributed.planner.plan import ContextPlan
 from flexdilated.distributed.planner.row_counts import rows_received
+from flexdilated.distributed.planner.tasks import output_rows
 from flexdilated.distributed.runtime import score_mod
 from flexdilated.distributed.runtime.backward import context_backward
 from flexdilated.distributed.runtime.context import RankContext, version_and_speeds
@@ -147,11 +148,12 @@ def _read(options: Sequence[Any]) -> tuple[OpOptions, RankContext]:
 
 def _work(inputs: Inputs, op_options: OpOptions, context: RankContext, plan: ContextPlan) -> TaskAttention:
     exchange = context.chosen_exchange(plan, inputs)
-    return TaskAttention(inputs.rows_contiguous(), op_options=op_options, plan=plan, exchange=exchange, rank=context.rank)
+    inputs, rank, keeps = inputs.rows_contiguous(), context.rank, context.keeps
+    return TaskAttention(inputs, op_options=op_options, plan=plan, exchange=exchange, rank=rank, keeps=keeps)
 
 
 def _forward(inputs: Inputs, options: tuple[OpOptions, RankContext]) -> tuple[Tensor, ...]:
-    """`out`, `lse`, the rows that the backward needs, and the number of the call, which is known when it runs and not before."""
+    """`out`, `lse`, what the backward needs, and the number of the call, which is known when it runs and not before."""
     op_options, context = options
     group, device = process_group(context.group_name), inputs.q.device
     with one_call(group) as number, without_autocast(device):
@@ -179,10 +181,12 @@ def _received_size(inputs: Inputs, options: Sequence[Any]) -> Any:
     sizes = (*q.shape, *context.shard_lengths)
     if inputs.cu_seqlens is not None or (TRACES_UNKNOWN_SIZES and any(isinstance(n, torch.SymInt) for n in sizes)):
         return torch.library.get_ctx().new_dynamic_size()
-    plan = context.plan(inputs, _read(options)[0])
+    op_options, _ = _read(options)
+    plan = context.plan(inputs, op_options)
     exchange = context.chosen_exchange(plan, inputs)
     keys, queries = (rows_received(plan, exchange, kind, context.rank) for kind in ("kv", "q"))
     kv_width = 0 if exchange == "ring" else 2 * q.shape[3] + (inputs.key_padding_mask is not None)
+    queries += output_rows(plan, exchange, context.rank, op_options.engine)
     return q.shape[0] * (keys * kv_width + queries * plan.group * q.shape[3])
 
 

@@ -18,6 +18,8 @@ PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
 ON_HOST = (
     "mixture_by_values",
     "mixture_by_values_backward",
+    "mixture_keeping_by_values",
+    "mixture_keeping_by_values_backward",
     "context_parallel",
     "context_parallel_backward",
     "unshard",
@@ -25,7 +27,7 @@ ON_HOST = (
     "coordinate_order",
     "block_lists",
 )
-CAPTURED = ("mixture", "mixture_backward", "rotary_angles", "xpos_decay", "gelu")
+CAPTURED = ("mixture", "mixture_backward", "mixture_keeping", "mixture_keeping_backward", "rotary_angles", "xpos_decay", "gelu")
 
 
 def traced(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[list[torch._ops.OpOverload]]]:

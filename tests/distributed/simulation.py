@@ -96,12 +96,20 @@ def run_ranks(num_ranks: int, work: Callable[[int], object]) -> list[object]:
 
 
 def work_of(
-    inputs: Inputs, plan: ContextPlan, exchange: str, rank: int, scale: float, *, dropout_p: float = 0.0, seed: int | None = None
+    inputs: Inputs,
+    plan: ContextPlan,
+    exchange: str,
+    rank: int,
+    scale: float,
+    *,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    kept: bool = True,
 ) -> TaskAttention:
     heads = {"first_head": plan.within.start, "num_kv_heads": plan.num_kv_heads}
     call = Call(plan.pattern, plan.is_causal, scale, dropout_p, backend="sdpa", **heads)
     inputs = inputs._replace(seed=None if seed is None else torch.tensor([seed]))
-    return TaskAttention(inputs, op_options=call.op_options(), plan=plan, exchange=exchange, rank=rank)
+    return TaskAttention(inputs, op_options=call.op_options(), plan=plan, exchange=exchange, rank=rank, keeps=kept)
 
 
 def simulate(
@@ -125,7 +133,7 @@ def simulate(
         here = case.shard(rank)
         tensors = [given[name][:, here].contiguous() for name in "qkv"]
         inputs = Inputs(*tensors, key_padding_mask=None if mask is None else mask[:, here])
-        return work_of(inputs, plan, exchange, rank, case.scale, dropout_p=dropout_p, seed=seed)
+        return work_of(inputs, plan, exchange, rank, case.scale, dropout_p=dropout_p, seed=seed, kept=kept)
 
     mail = Mail()
 

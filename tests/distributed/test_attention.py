@@ -39,11 +39,13 @@ def check_compiled(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str
         ("gather", {"batch": 1, "borders": True}),
         ("ring", {"batch": 1, "borders": True, "ignored": 0.3}),
         ("heads", {"ignored": 0.3}),
+        ("gather", {"detach_weights": True}),
     ],
-    ids=["gather_documents", "ring_documents", "heads_mask"],
+    ids=["gather_documents", "ring_documents", "heads_mask", "kept_outputs"],
 )
 def test_compiled_exchange_equals_the_oracle(ranks: Ranks, exchange: str, options: dict[str, Any]) -> None:
-    case = cut(ranks.world_size, **{name: value for name, value in options.items() if name != "borders"})
+    case = cut(ranks.world_size, ignored=options.get("ignored"), batch=options.get("batch", 2))
+    case = replace(case, pattern=replace(case.pattern, detach_weights=options.get("detach_weights", False)))
     if options.get("borders"):
         case = replace(case, borders=(0, 5, case.num_tokens - 2, case.num_tokens))
     ranks.run(check_compiled, case, exchange)

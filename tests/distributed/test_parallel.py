@@ -64,6 +64,24 @@ def test_rows_that_were_not_kept_travel_again(exchange: str) -> None:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(("num_branches", "again"), [(3, 1), (4, 2)], ids=["kept", "again"])
+def test_outputs_of_few_branches_are_kept_for_the_backward(
+    exchange: str, num_branches: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = DilatedPattern((8, 24, 41, 29)[:num_branches], (1,) * num_branches, detach_weights=True)
+    attended: list[int] = []
+    attend = TaskAttention.attend
+
+    def count(work: Any, *arguments: Any) -> None:
+        attended.append(work.rank)
+        attend(work, *arguments)
+
+    monkeypatch.setattr(TaskAttention, "attend", count)
+    check(replace(WIDE, pattern=pattern, is_causal=True), exchange)
+    assert len(attended) == again * 3 * (3 if exchange == "ring" else 1)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_empty_batch_gives_what_one_rank_gives(exchange: str) -> None:
     case = replace(WIDE, batch=0, ignored=0.3)
     expected = case.expected()

@@ -19,7 +19,6 @@ from flexdilated.core.call import Call, documents
 from flexdilated.core.checks import refuse_shards_of_torch
 from flexdilated.core.custom_op import (
     Inputs,
-    Operator,
     OpOptions,
     differentiate,
     is_plain_eager,
@@ -43,7 +42,9 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, call: Call, choice: Choice) ->
         refuse_traced_derivatives()
     seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
     differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    num_kept = _num_kept(q, call.pattern) if differentiable and call.pattern.detach_weights and _may_keep(call) else 0
+    # Kept outputs need a number that follows from sizes alone, and kernels that write them to memory.
+    keeps = call.pattern.detach_weights and call.cu_seqlens is None and call.backend != "triton" and not is_exporting()
+    num_kept = _num_kept(q, call.pattern) if differentiable and keeps else 0
     arguments = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, call.op_options(), num_kept, choice)
     if differentiable and not torch.compiler.is_compiling():
         in_graph = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -51,11 +52,6 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, call: Call, choice: Choice) ->
             return FlexdilatedMixture.apply(*arguments)
     out, lse, *_ = _run(*arguments)
     return out, lse
-
-
-def _may_keep(call: Call) -> bool:
-    """Whether outputs of branches can be kept: their number follows from sizes alone, and the kernels write them to memory."""
-    return call.cu_seqlens is None and call.backend != "triton" and not is_exporting()
 
 
 def _num_kept(q: Tensor, pattern: DilatedPattern) -> int:
@@ -68,10 +64,9 @@ def _run(*arguments: Any) -> tuple[Tensor, ...]:
     inputs, (op_options, num_kept, choice) = Inputs(*arguments[:6]), arguments[6:]
     if is_plain_eager(inputs):
         return _forward(inputs, op_options, choice, keeps=num_kept > 0)
-    result: tuple[Tensor, ...] = (
-        KEEPING.forward(*inputs, *op_options.encoded(), num_kept) if num_kept else MIXTURE.forward(*inputs, *op_options.encoded())
-    )
-    return result
+    options = op_options.encoded()
+    outputs: tuple[Tensor, ...] = KEEPING.forward(*inputs, *options, num_kept) if num_kept else MIXTURE.forward(*inputs, *options)
+    return outputs
 
 
 def _piece_loop(inputs: Inputs, op_options: OpOptions, choice: Choice | None) -> tuple[PieceLoop, Inputs, TokenOrder]:
@@ -132,26 +127,17 @@ def _backward(
         return tuple(order.put(x) for x in backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop))
 
 
-def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
-    return _by_operator(MIXTURE, *arguments)
-
-
-def _differentiate_keeping(*arguments: Any) -> tuple[Tensor, ...]:
-    return _by_operator(KEEPING, *arguments)
-
-
-def _by_operator(operator: Operator, *arguments: Any) -> tuple[Tensor, ...]:
+def _differentiate(*arguments: Any, keeps: bool = False) -> tuple[Tensor, ...]:
     if is_differentiated(*arguments[:7]):
         refuse(None)
-    grads: tuple[Tensor, ...] = operator.backward(*arguments)  # which refuses a derivative of its own
+    grads: tuple[Tensor, ...] = (KEEPING if keeps else MIXTURE).backward(*arguments)  # which refuses a derivative of its own
     return grads
 
 
 def _differentiate_eager(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, op_options, num_kept, choice = arguments
     if torch.is_grad_enabled() or not is_plain_eager(tensors) or is_differentiated(*tensors[:7]):
-        options = op_options.encoded()
-        return _differentiate_keeping(*tensors, *options, num_kept) if num_kept else _differentiate(*tensors, *options)
+        return _differentiate(*tensors, *op_options.encoded(), *((num_kept,) if num_kept else ()), keeps=num_kept > 0)
     dout, dlse, q, k, v, *outputs = tensors[:-3]
     return _backward(dout, dlse, Inputs(q, k, v, *tensors[-3:]), outputs, op_options, choice)
 
@@ -173,7 +159,7 @@ KEEPING = operator(
     shapes=_keeping_shapes,
     backward=_backward,
     more_outputs=("kept",),
-    through=_differentiate_keeping,
+    through=partial(_differentiate, keeps=True),
 )
 
 

@@ -301,11 +301,13 @@ def backward(
     for slab in loop.slabs():
         q_i, k_i, v_i, dout_i, lse_i, *others = loop.inputs(slab, input_rows)
         inputs, dlse_i = (q_i, k_i, v_i), None if dlse is None else others[-1]
+        # Of w p_i (dout v^T - rowsum(dout out_i)) only the output is the piece's own: w p_i = exp(score - lse).
         if not loop.detaches:
             out_i = others[0]
+        elif own is None:
+            out_i = loop.attend(slab, inputs)[0]
         else:
-            # With a constant weight w = exp(lse_i - lse), w p_i (dout v^T - rowsum(dout out_i)): only the output is the piece's own.
-            out_i = loop.attend(slab, inputs)[0] if own is None else own.next(q_i)
+            out_i = own.next(q_i)
         into = None
         if slab.piece.covers and kernel.writes and dq.dtype == q.dtype:
             views = tuple(view for view in (rows.view(slab) for rows in sum_rows) if view is not None)

@@ -91,8 +91,8 @@ def bytes_received(plan: ContextPlan, exchange: str, *, rows: Counts | None = No
     kv, q, out = rows["kv"], rows["q"], rows["out"]
     forward = kv.received * size.kv + q.received * size.q + out.received * size.out
     backward = kv.sent * size.dkv + q.sent * size.q + out.sent * size.dout
-    if exchange == "ring":  # keys travel again: once for the gradients, and once for the branches' own outputs
-        backward = backward + (1 + plan.pattern.detaches) * kv.received * size.kv
+    if exchange == "ring":  # keys travel again: once for the gradients, and once for the branches' own outputs if they are not kept
+        backward = backward + (1 + (plan.pattern.detaches and not plan.keeps_outputs)) * kv.received * size.kv
     return forward, backward
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.call import EXCHANGES as ASKED
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import refuse_shifts
+from flexdilated.core.pieces import kept_rows, refuse_shifts
 from flexdilated.distributed.planner.load_balance import HeadParts, assign_heads, heads_exchange_pays_off, own_parts
 from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expand_ranges
 
@@ -65,6 +65,11 @@ class ContextPlan(CutSegments):
             "documents": "none" if self.documents == ((0, self.num_tokens),) else _shown(self.documents),
             "is_causal": self.is_causal,
         }
+
+    @cached_property
+    def keeps_outputs(self) -> bool:
+        """Whether a forward keeps its own outputs of branches, which a backward with constant mixing weights reads."""
+        return len(self.documents) == 1 and kept_rows(self.pattern, 1) > 0
 
     @cached_property
     def classes(self) -> dict[tuple[int | None, ...], tuple[int, ...]]:

@@ -152,3 +152,13 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
         for pattern, parts in groups:
             pieces += document_pieces(pattern, branch, parts, plan.num_kv_heads, plan.is_causal, within=plan.within, covers=covers)
     return tuple(pieces)
+
+
+@recent(size=lambda rows, plan, *_: plan.nbytes)
+def output_rows(plan: ContextPlan, exchange: str, rank: int, engine: str) -> int:
+    """The rows of outputs that a rank keeps for its backward, per query head of a key/value head: of tasks and of pieces."""
+    if not plan.keeps_outputs:
+        return 0
+    pieces = () if engine == "triton" else local_pieces(plan, rank)  # whose kernels write no outputs of pieces
+    rows = sum(piece.segments * piece.offsets * piece.heads * piece.rows for piece in pieces)
+    return rows + sum(len(task.heads) * (task.queries[1] - task.queries[0]) for task in tasks_of(plan, exchange, rank))

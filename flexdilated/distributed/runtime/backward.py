@@ -23,21 +23,25 @@ def context_backward(
     Args:
         work, transport: As in the forward, with other tags.
         outputs: `dout`, `out` `(B, n, H, D)`, `dlse`, `lse` `(B, H, n)` of this rank's shard.
-        received: The rows that the forward received; None: they travel again.
+        received: What the forward kept; None: rows travel again.
     """
     buffers, (q, k, v) = work.buffers, (work.inputs.q, work.inputs.k, work.inputs.v)
     remote, wait_for_outputs = _exchange_output_gradients(work, outputs, transport)
     is_received = received is not None
     received = q.new_empty(buffers.num_received) if received is None else received
-    buffers.receive_into(received)
+    buffers.receive_into(received[: buffers.num_received])
+    kept, task_outs = work.own_outputs(received) if is_received and work.keeps_outputs else (None, ())
     if not is_received:
         exchange_queries(buffers, transport)()
     # Rows have one term per branch and source: sums of many ranks are kept in float32.
-    local_grads = backward(outputs.dout, outputs.dlse, q, k, v, out=outputs.out, lse=outputs.lse, loop=work.loop, sums=buffers.sums)
+    out, lse = outputs.out, outputs.lse
+    local_grads = backward(outputs.dout, outputs.dlse, q, k, v, out=out, lse=lse, loop=work.loop, sums=buffers.sums, kept=kept)
     grads = Gradients(buffers, *local_grads)
     wait_for_outputs()
     grads_by_task = _split_by_task(work, outputs, remote)
-    if work.plan.pattern.detaches:
+    if kept is not None:
+        grads_by_task = [grads._replace(out=own) for grads, own in zip(grads_by_task, task_outs)]
+    elif work.plan.pattern.detaches:
         grads_by_task = _with_own_outputs(work, grads_by_task, transport, received=is_received)
         is_received = True
     # In a ring, the gradients of one rank's keys return while those of the next are computed: two more messages of memory than the
@@ -105,15 +109,9 @@ def _split_by_task(work: TaskAttention, outputs: OutputGradients, remote: dict[i
 def _with_own_outputs(
     work: TaskAttention, grads_by_task: list[OutputGradients], transport: Transport, *, received: bool
 ) -> list[OutputGradients]:
-    """Replace the final output and lse by each task's own, computed again: with constant weights of branches, these are needed."""
+    """Replace the final output by each task's own, computed again: with constant weights of branches, it is needed."""
     partials = work.empty_partials()
     for source in sources(work, transport, received=received):
         work.attend(partials, source)
     work.add_zero_keys(partials)
-    results = []
-    for grads, (out, lse) in zip(grads_by_task, partials):
-        weight = torch.exp(lse - grads.lse).masked_fill(grads.lse == -torch.inf, 0.0)
-        dout = grads.dout * weight[..., None].to(grads.dout.dtype)
-        dlse = None if grads.dlse is None else grads.dlse * weight
-        results.append(OutputGradients(dout=dout, dlse=dlse, out=out.to(work.buffers.dtype), lse=lse))
-    return results
+    return [grads._replace(out=out.to(work.buffers.dtype)) for grads, (out, _) in zip(grads_by_task, partials)]

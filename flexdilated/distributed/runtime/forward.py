@@ -18,17 +18,18 @@ from flexdilated.distributed.runtime.transport import Transport
 
 
 def context_forward(work: TaskAttention, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, `lse` of this rank's shard, and the rows of other ranks that a backward needs, flat."""
+    """`out`, `lse` of this rank's shard, and flat what a backward needs: rows of other ranks, and outputs of branches."""
     buffers, inputs = work.buffers, work.inputs
-    received = inputs.q.new_empty(buffers.num_received)
-    buffers.receive_into(received)
+    received = inputs.q.new_empty(buffers.num_received + work.num_kept)
+    buffers.receive_into(received[: buffers.num_received])
+    kept, task_outs = work.own_outputs(received) if work.keeps_outputs else (None, ())
     travels = work.schedule.q.sends or work.schedule.q.receives
     wait_for_queries = exchange_queries(buffers, transport) if travels else None
     pieces: list[tuple[Tensor, Tensor]] = []
     partials = work.empty_partials()
 
     def attend_inside() -> None:
-        pieces.append(forward(inputs.q, inputs.k, inputs.v, work.loop))
+        pieces.append(forward(inputs.q, inputs.k, inputs.v, work.loop, kept))
         if wait_for_queries is not None:
             wait_for_queries()
 
@@ -36,6 +37,8 @@ def context_forward(work: TaskAttention, transport: Transport) -> tuple[Tensor, 
         work.attend(partials, source)
     if work.plan.pattern.zero_padding:
         work.add_zero_keys(partials)
+    for own, (task_out, _) in zip(task_outs, partials):
+        own.copy_(task_out)
     ((out, lse),) = pieces
     _merge_outputs(work, transport, out, lse, partials)
     return out, lse, received

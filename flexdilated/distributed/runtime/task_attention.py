@@ -19,7 +19,7 @@ from flexdilated.backends.kernel import Options
 from flexdilated.core.custom_op import Inputs, OpOptions
 from flexdilated.core.lse import add_zero_keys_, for_backward, merge_
 from flexdilated.distributed.planner.plan import ContextPlan
-from flexdilated.distributed.planner.tasks import local_pieces
+from flexdilated.distributed.planner.tasks import local_pieces, output_rows
 from flexdilated.distributed.runtime.buffers import Buffers, Gradients
 from flexdilated.distributed.runtime.schedule import RowRange, schedule
 
@@ -34,23 +34,41 @@ class OutputGradients(NamedTuple):
 
 
 class TaskAttention:
-    """The attention of one call on one rank, with the tensors of its shard, by one of `EXCHANGES`."""
+    """The attention of one call on one rank, with the tensors of its shard, by one of `EXCHANGES`.
 
-    def __init__(self, inputs: Inputs, *, op_options: OpOptions, plan: ContextPlan, exchange: str, rank: int) -> None:
+    `keeps`: whether a forward keeps what its backward reads.
+    """
+
+    def __init__(
+        self, inputs: Inputs, *, op_options: OpOptions, plan: ContextPlan, exchange: str, rank: int, keeps: bool = False
+    ) -> None:
         self.inputs, self.op_options, self.plan, self.rank, self.is_ring = inputs, op_options, plan, rank, exchange == "ring"
         self.schedule = schedule(plan, exchange, rank, inputs.q.device)
         self.buffers = Buffers(inputs, self.schedule, keeps=not self.is_ring)
+        num_rows = output_rows(plan, exchange, rank, op_options.engine) if keeps else 0
+        self.num_kept = num_rows * self.buffers.batch * self.buffers.group * self.buffers.head_dim
+        self.keeps_outputs = keeps and plan.keeps_outputs
         self._seed = None
         if inputs.seed is not None:  # another one for each rank and part of the heads
             self._seed = fold_in(int(inputs.seed.item()), ((rank + 1) << 40) + (plan.within.start << 24))
         self.loop = PieceLoop(inputs, op_options, local_pieces(plan, rank), self._seed)
 
+    def own_outputs(self, received: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The end of `received`: the outputs of this rank's pieces, `(rows, D)`, and of each task, `(b lane) group row d`."""
+        shapes = [torch.Size((*shape, self.buffers.head_dim)) for shape in self._shapes()]
+        sizes = [shape.numel() for shape in shapes]
+        outs, *tasks = received[self.buffers.num_received :].split([self.num_kept - sum(sizes), *sizes])
+        return outs.view(-1, self.buffers.head_dim), tuple(x.view(shape) for x, shape in zip(tasks, shapes))
+
+    def _shapes(self) -> Iterator[tuple[int, int, int]]:
+        """`(b lane) group row` of each task."""
+        for task, *_ in self.schedule.tasks:
+            yield self.buffers.batch * len(task.heads), self.buffers.group, task.queries[1] - task.queries[0]
+
     def empty_partials(self) -> list[tuple[Tensor, Tensor]]:
         """Per task, `(out, lse)` before any key: `(b lane) group row d` and `(b lane) group row`."""
-        partials = []
-        for scheduled in self.schedule.tasks:
-            task, buffers = scheduled.task, self.buffers
-            shape = (buffers.batch * len(task.heads), buffers.group, task.queries[1] - task.queries[0])
+        partials, buffers = [], self.buffers
+        for shape in self._shapes():
             out = buffers.q.new_zeros((*shape, buffers.head_dim), dtype=buffers.sums)
             partials.append((out, buffers.q.new_full(shape, -torch.inf, dtype=buffers.sums)))
         return partials
