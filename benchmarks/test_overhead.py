@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,15 +20,20 @@ from benchmarks.attention import (
     NUM_HEADS,
     SMALL_LONGNET,
     Inputs,
+    Results,
     assert_matches_definition,
+    assert_near,
     assert_rows_match_definition,
     forward,
     forward_backward,
     random_inputs,
 )
 from benchmarks.conftest import Sizes
-from benchmarks.timing import Ratio, processor_ratio, side_by_side
+from benchmarks.timing import Ratio, processor_ratio, processor_seconds, side_by_side
 from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.backends.dense import piece_loop, sdpa
+from flexdilated.backends.kernel import Options
+from flexdilated.core import pieces
 from flexdilated.decode import DilatedKVCache
 
 PATTERN = DilatedPattern.longnet()
@@ -121,6 +130,82 @@ def test_few_tokens(benchmark: Any, sizes: Sizes, record: Callable[..., None]) -
         Ratio(f"overhead/one call over SDPA/forward+backward/N={FEW_TOKENS}", both_ratio, 7.0, "lower"),
         Ratio(f"overhead/one decoded token over SDPA/N={FEW_TOKENS}", step_ratio, 5.0, "lower"),
         shape=shape,
+        dtype=torch.float32,
+    )
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["packed", "views"])
+def test_own_python(
+    benchmark: Any, sizes: Sizes, record: Callable[..., None], monkeypatch: pytest.MonkeyPatch, views: bool
+) -> None:
+    """A second call whose kernels return at once, against one call of SDPA; `views`: as on a GPU, whose merging kernels too."""
+    shape = (1, FEW_TOKENS, FEW_HEADS, SMALL_HEAD_DIM)
+    leaves, dout = [torch.randn(shape, requires_grad=True) for _ in range(3)], torch.randn(shape)
+    dense_leaves = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in leaves]
+    dense_dout = dout.transpose(1, 2).contiguous()
+    memory = cache(torch.zeros)
+
+    def instant(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        return memory(q.shape), memory(q.shape[:3])
+
+    def instant_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, options: Options) -> tuple[Tensor, ...]:
+        return memory(q.shape), memory(k.shape), memory(v.shape)
+
+    def ours() -> Tensor:
+        return dilated_attention(*leaves, FEW_TOKENS_PATTERN)
+
+    def dense() -> Tensor:
+        return F.scaled_dot_product_attention(*dense_leaves)
+
+    def both() -> object:
+        return torch.autograd.grad(ours(), leaves, dout)
+
+    kernels = [replace(kernel, run_forward=instant, run_backward=instant_backward) for kernel in sdpa.KERNELS]
+    monkeypatch.setattr(sdpa, "KERNELS", tuple(kernels))
+    if views:
+        nothing = SimpleNamespace(merge_into=lambda *tensors: None, add_to=lambda *tensors: None)
+        monkeypatch.setattr(piece_loop, "packs", lambda device: False)
+        monkeypatch.setattr(piece_loop, "merging", lambda request: nothing)
+    benchmark(both)
+    rounds = 4 if sizes.quick else 100
+    name = f"overhead/own Python over SDPA/{'views' if views else 'packed'}"
+    record(
+        Ratio(f"{name}/forward/N={FEW_TOKENS}", processor_ratio(ours, dense, rounds=rounds), 4.0 if views else 5.5, "lower"),
+        Ratio(
+            f"{name}/forward+backward/N={FEW_TOKENS}",
+            processor_ratio(both, lambda: torch.autograd.grad(dense(), dense_leaves, dense_dout), rounds=rounds),
+            3.0 if views else 4.0,
+            "lower",
+        ),
+        shape=shape,
+        dtype=torch.float32,
+        microseconds=[1e6 * processor_seconds(work, rounds=rounds) for work in (ours, both)],
+    )
+
+
+def test_kept_outputs_of_branches(benchmark: Any, sizes: Sizes, record: Callable[..., None]) -> None:
+    """`detach_weights` with the outputs of branches kept for the backward, against computing them again: time, and bytes kept."""
+    pattern = DilatedPattern.torchscale(PATTERN.segment_lengths, PATTERN.dilation_rates)
+    x = random_inputs(sizes.overhead, torch.float32)
+    saved: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        saved[-1] += tensor.nbytes
+        return tensor
+
+    def run(most_kept: int) -> Results:
+        saved.append(0)
+        with patch.object(pieces, "MOST_KEPT", most_kept), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            return forward_backward(x, pattern, is_causal=True)
+
+    kept, ratio = side_by_side(benchmark, lambda: run(3), lambda: run(0), rounds=sizes.rounds)
+    kept_bytes, again_bytes = max(saved), min(saved)
+    for name, a, b in zip(Results._fields, kept, run(0)):
+        assert_near(a, b.double(), torch.float32, name)
+    record(
+        Ratio(f"detach_weights/kept over computed again/time/N={sizes.overhead}", ratio, 0.95, "lower"),
+        Ratio(f"detach_weights/kept over computed again/bytes kept/N={sizes.overhead}", kept_bytes / again_bytes, 1.6, "lower"),
+        shape=x.q.shape,
         dtype=torch.float32,
     )
 

@@ -20,6 +20,7 @@ from flexdilated.core.pattern import DilatedPattern
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+PLAIN = (Tensor, Tensor, Tensor)
 
 #: Options of SDPA, FlexAttention, flash-attn and xformers, and what `dilated_attention` has in their place.
 OPTIONS_ELSEWHERE = {
@@ -124,7 +125,8 @@ def dilated_attention(
     tokens, or in a sliding window; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. This is one softmax over the
     keys of all branches: a key in m of them counts m times. A query without keys has `out = 0`, `lse = -inf` and gradient 0. The
     last segment may be short.
-    Gradients are exact, and only q, k, v, out and lse are kept (with `detach_weights` also up to 3 times `out`). Autocast casts q, k and v as for `scaled_dot_product_attention`.
+    Gradients are exact, and only q, k, v, out and lse are kept (with `detach_weights` also up to 3 times `out`). Autocast casts q,
+    k and v as for `scaled_dot_product_attention`.
 
     The layout is `(B, N, H, D)`, tokens before heads, as in flash-attn. `scaled_dot_product_attention` and `flex_attention` take
     `(B, H, N, D)`: transpose dims 1 and 2 of their tensors, since a wrong layout often raises no error. There is no `attn_mask`:
@@ -229,7 +231,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
 
     With sinks, `out * exp(lse - logaddexp(lse, sinks))`: a row without keys stays 0.
     """
-    if any(type(x).__name__ == "DTensor" for x in (q, k, v)):  # by name: their module takes a third of a second to import
+    types = type(q), type(k), type(v)
+    if types != PLAIN and any(each.__name__ == "DTensor" for each in types):  # by name: to import them takes a third of a second
         from flexdilated.distributed.dtensor import unwrapped
 
         q, k, v, call, wrap = unwrapped(q, k, v, call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from flexdilated.core.hardware import Hardware, detect
 from flexdilated.core.pattern import DilatedPattern
 
 
-@dataclass(frozen=True)
-class DispatchKey:
+class DispatchKey(NamedTuple):
     """One attention call, by everything that a backend's choice depends on.
 
     The backend's operator chooses its kernel when it runs, by a second key that `of` makes from the tensors alone. The last fields

@@ -60,10 +60,11 @@ def merge_(out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> None:
     Outputs `(..., D)` have any floating dtype; they are merged in the dtype of lse `(...)`, float32 or float64, and rounded once.
     """
     # -inf - -inf would be NaN where neither side reaches the row: `out_i`, which is 0 there, is copied instead.
-    weight = lse_i.clamp(min=torch.finfo(lse_i.dtype).min).sub_(lse).sigmoid_()
-    merged = out.to(lse.dtype).lerp_(out_i.to(lse.dtype), weight.unsqueeze(-1))
-    if merged is not out:
-        out.copy_(merged)
+    weight = lse_i.clamp(min=torch.finfo(lse_i.dtype).min).sub_(lse).sigmoid_().unsqueeze_(-1)
+    if out.dtype == out_i.dtype == lse.dtype:
+        out.lerp_(out_i, weight)
+    else:
+        out.copy_(out.to(lse.dtype).lerp_(out_i.to(lse.dtype), weight))
     torch.logaddexp(lse, lse_i, out=lse)
 
 
