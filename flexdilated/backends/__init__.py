@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -105,7 +106,7 @@ def select(backend: str, request: DispatchKey, *, divided: bool = False) -> Choi
     kernel = _first_kernel(backend, request)
     reason = why_not(backend, request) if kernel is None else None
     if reason is None and divided and backend == "flex":
-        reason = why_not(backend, request._replace(wants_lse=True))
+        reason = why_not(backend, replace(request, wants_lse=True))
     elif reason is None and divided and backend not in KERNEL_BACKENDS:
         reason = WHOLE
     if reason is not None:

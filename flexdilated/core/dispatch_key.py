@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from flexdilated.core.hardware import Hardware, detect
 from flexdilated.core.pattern import DilatedPattern
 
 
-class DispatchKey(NamedTuple):
+@dataclass(frozen=True)
+class DispatchKey:
     """One attention call, by everything that a backend's choice depends on.
 
     The backend's operator chooses its kernel when it runs, by a second key that `of` makes from the tensors alone. The last fields

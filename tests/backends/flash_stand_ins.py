@@ -187,7 +187,7 @@ def place(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the flash backend run one of its kernels on this CPU in every dtype."""
 
     def why_not(request: DispatchKey) -> str | None:
-        asked = request._replace(hardware=simulate("sm_90"), dtype=torch.bfloat16)
+        asked = replace(request, hardware=simulate("sm_90"), dtype=torch.bfloat16)
         return flash._neither(asked)
 
     placed = replace(KERNEL[kernel], why_not=why_not)

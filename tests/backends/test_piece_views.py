@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,6 +234,6 @@ def test_where_triton_kernels_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     request = piece_loop.DispatchKey(simulate("sm_90"), torch.bfloat16, 64, key_padding_mask=True, dropout=True)
     assert piece_loop.merging(request) is merging
     for change in ({"hardware": simulate("cpu")}, {"hardware": simulate("sm_75")}, {"dtype": torch.float64}, {"head_dim": 512}):
-        assert piece_loop.merging(request._replace(**change)) is None  # type: ignore[arg-type]
+        assert piece_loop.merging(replace(request, **change)) is None  # type: ignore[arg-type]
     monkeypatch.setattr(backend, "INSTALLED", None)
     assert piece_loop.merging(request) is None

@@ -8,6 +8,7 @@ a piece needs its own output instead: it is kept, or computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -132,7 +133,7 @@ class PieceLoop:
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
-        return self.kernel if dlse is None else choose_kernel(self._backend, self._request._replace(dlse=True))
+        return self.kernel if dlse is None else choose_kernel(self._backend, replace(self._request, dlse=True))
 
     def accumulator(self, shape: Sequence[int], dtype: torch.dtype, start: float, *, of_queries: bool = False) -> Tensor:
         """Memory to merge or add into, filled with `start` unless the first pieces write every row."""
@@ -232,7 +233,7 @@ def packs(device: torch.device) -> bool:
 
 def merging(request: DispatchKey) -> Any:
     """The module of the Triton kernels that merge and add on a GPU, or None where torch's operations do."""
-    if request.hardware.device_type != "cuda" or triton_backend.why_not(request._replace(dropout=False)) or triton_backend.UNBUILT:
+    if request.hardware.device_type != "cuda" or triton_backend.why_not(replace(request, dropout=False)) or triton_backend.UNBUILT:
         return None
     # It imports triton, which is optional, and may be installed without being loadable.
     if not triton_backend.attempt(import_module, "flexdilated.backends.triton.merging"):
