@@ -75,8 +75,8 @@ def _piece_loop(inputs: Inputs, op_options: OpOptions, choice: Choice | None) ->
     if len(spans) > 1 and op_options.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
         spans, order = arrange(spans, inputs.q.device)
     if order.tokens is not None:
-        q, k, v, mask, *others = inputs
-        inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *others)
+        q, k, v, mask, *unordered = inputs
+        inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *unordered)
     kv_heads = inputs.k.shape[2]
     within = None if kv_heads == op_options.num_kv_heads else range(op_options.first_head, op_options.first_head + kv_heads)
     pieces = plan_pieces(op_options.pattern, spans, op_options.num_kv_heads, op_options.is_causal, within)
@@ -89,10 +89,10 @@ def _forward(inputs: Inputs, op_options: OpOptions, choice: Choice | None = None
     with without_autocast(inputs.q.device):
         loop, inputs, order = _piece_loop(inputs, op_options, choice)
         q = inputs.q
-        kept = q.new_empty(_num_kept(q, op_options.pattern), q.shape[3]) if keeps else None
-        out, lse = forward(q, inputs.k, inputs.v, loop, kept)
-        if kept is not None:
-            return out, lse, kept
+        branch_outs = q.new_empty(_num_kept(q, op_options.pattern), q.shape[3]) if keeps else None
+        out, lse = forward(q, inputs.k, inputs.v, loop, branch_outs)
+        if branch_outs is not None:
+            return out, lse, branch_outs
         return (out, lse) if order.places is None else (order.put(out), order.put(lse, 2))
 
 
@@ -119,9 +119,10 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     with without_autocast(dout.device):
         loop, inputs, order = _piece_loop(inputs, op_options, choice)
-        dout, out, lse, kept = rows_contiguous(dout), rows_contiguous(outputs[0]), outputs[1], outputs[2] if outputs[2:] else None
+        dout, out, lse = rows_contiguous(dout), rows_contiguous(outputs[0]), outputs[1]
+        branch_outs = outputs[2] if outputs[2:] else None
         if order.tokens is None:
-            return backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop, kept=kept)
+            return backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop, branch_outs=branch_outs)
         dout, out, lse = order.take(dout), order.take(out), order.take(lse, 2)
         dlse = None if dlse is None else order.take(dlse, 2)
         return tuple(order.put(x) for x in backward(dout, dlse, *inputs[:3], out=out, lse=lse, loop=loop))

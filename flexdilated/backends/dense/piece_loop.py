@@ -67,11 +67,11 @@ def _plan(
     return SlabPlan(pieces, parts, tuple(Slab(i, piece, options.within(piece)) for i, piece in enumerate(parts.pieces)))
 
 
-@recent(size=lambda found, *arguments: 2 * PIECE_BYTES * sum(map(len, found)))
+@recent(size=lambda all_layouts, *arguments: 2 * PIECE_BYTES * sum(map(len, all_layouts)))
 def _layouts(parts: Slabs, group: int, queries: tuple[Strided, ...], keys: tuple[Strided, ...]) -> list[tuple[SlabLayout, ...]]:
     """The layouts of slabs in tensors of queries, then in those of keys, of each `(size, strides)`."""
-    found = [layouts(parts, size, strides, group) for size, strides in queries]
-    return found + [layouts(parts, size, strides, 1, of_keys=True) for size, strides in keys]
+    of_queries = [layouts(parts, size, strides, group) for size, strides in queries]
+    return of_queries + [layouts(parts, size, strides, 1, of_keys=True) for size, strides in keys]
 
 
 class SlabRows(NamedTuple):
@@ -128,8 +128,8 @@ class PieceLoop:
     def rows(self, *queries: Tensor, keys: tuple[Tensor, ...] = ()) -> list[SlabRows]:
         """The rows of slabs in tensors that have rows of queries, then in those that have rows of keys."""
         sizes = (tuple((x.shape, x.stride()) for x in tensors) for tensors in (queries, keys))
-        found = _layouts(self.plan.parts, self.group, *sizes)
-        return [SlabRows(x, int(x.storage_offset()), layouts_of_x) for x, layouts_of_x in zip((*queries, *keys), found)]
+        all_layouts = _layouts(self.plan.parts, self.group, *sizes)
+        return [SlabRows(x, int(x.storage_offset()), layouts_of_x) for x, layouts_of_x in zip((*queries, *keys), all_layouts)]
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
@@ -243,18 +243,18 @@ def merging(request: DispatchKey) -> Any:
     return kernels
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of the pieces; their own outputs are written to `kept` `(rows, D)` where given."""
+def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop, branch_outs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of the pieces; their own outputs are written to `branch_outs` `(rows, D)` where given."""
     out = loop.accumulator(q.shape, q.dtype, 0.0, of_queries=True)
     lse = loop.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf, of_queries=True)
     if loop.in_place is not None:
         loop.in_place.forward(out, lse, q, k, v, pieces=loop.pieces, options=loop.options)
         return out, lse
     q_rows, out_rows, lse_rows, *kv_rows = loop.rows(q, out, lse.transpose(1, 2), keys=(k, v))
-    own = None if kept is None else OwnOutputs(kept)
+    own_outputs = None if branch_outs is None else OwnOutputs(branch_outs)
     for slab in loop.slabs():
         inputs = loop.inputs(slab, (q_rows, *kv_rows))
-        into = None if own is None else own.next(inputs[0])
+        into = None if own_outputs is None else own_outputs.next(inputs[0])
         if not (slab.piece.covers or slab.piece.writes):
             loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs, into))
             continue
@@ -278,9 +278,9 @@ def backward(
     lse: Tensor,
     loop: PieceLoop,
     sums: torch.dtype | None = None,
-    kept: Tensor | None = None,
+    branch_outs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dq, dk, dv` of the pieces, in the dtype `sums`, which is by default that of the inputs; `kept`: as the forward wrote it."""
+    """`dq, dk, dv` of the pieces, in the dtype `sums`, by default that of the inputs; `branch_outs`: as the forward wrote it."""
     # In the dtype of the inputs: a position has one term per branch, and adding those in bfloat16 adds 3 to 6 % to the error that
     # the kernels make anyway, where float32 sums cost three tensors of twice the size.
     dq, dk, dv = (loop.accumulator(x.shape, sums or x.dtype, 0.0) for x in (q, k, v))
@@ -297,17 +297,17 @@ def backward(
     by_query = (q, dq, dout, lse.transpose(1, 2), *more)
     q_rows, dq_rows, *more_rows, k_rows, v_rows, dk_rows, dv_rows = loop.rows(*by_query, keys=(k, v, dk, dv))
     input_rows, sum_rows = (q_rows, k_rows, v_rows, *more_rows), (dq_rows, dk_rows, dv_rows)
-    own = None if kept is None else OwnOutputs(kept)
+    own_outputs = None if branch_outs is None else OwnOutputs(branch_outs)
     for slab in loop.slabs():
-        q_i, k_i, v_i, dout_i, lse_i, *others = loop.inputs(slab, input_rows)
-        inputs, dlse_i = (q_i, k_i, v_i), None if dlse is None else others[-1]
+        q_i, k_i, v_i, dout_i, lse_i, *more_inputs = loop.inputs(slab, input_rows)
+        inputs, dlse_i = (q_i, k_i, v_i), None if dlse is None else more_inputs[-1]
         # Of w p_i (dout v^T - rowsum(dout out_i)) only the output is the piece's own: w p_i = exp(score - lse).
         if not loop.detaches:
-            out_i = others[0]
-        elif own is None:
+            out_i = more_inputs[0]
+        elif own_outputs is None:
             out_i = loop.attend(slab, inputs)[0]
         else:
-            out_i = own.next(q_i)
+            out_i = own_outputs.next(q_i)
         into = None
         if slab.piece.covers and kernel.writes and dq.dtype == q.dtype:
             views = tuple(view for view in (rows.view(slab) for rows in sum_rows) if view is not None)

@@ -30,17 +30,19 @@ def context_backward(
     is_received = received is not None
     received = q.new_empty(buffers.num_received) if received is None else received
     buffers.receive_into(received[: buffers.num_received])
-    kept, task_outs = work.own_outputs(received) if is_received and work.keeps_outputs else (None, ())
+    branch_outs, task_outs = work.own_outputs(received) if is_received and work.keeps_outputs else (None, ())
     if not is_received:
         exchange_queries(buffers, transport)()
     # Rows have one term per branch and source: sums of many ranks are kept in float32.
     out, lse = outputs.out, outputs.lse
-    local_grads = backward(outputs.dout, outputs.dlse, q, k, v, out=out, lse=lse, loop=work.loop, sums=buffers.sums, kept=kept)
+    local_grads = backward(
+        outputs.dout, outputs.dlse, q, k, v, out=out, lse=lse, loop=work.loop, sums=buffers.sums, branch_outs=branch_outs
+    )
     grads = Gradients(buffers, *local_grads)
     wait_for_outputs()
     grads_by_task = _split_by_task(work, outputs, remote)
-    if kept is not None:
-        grads_by_task = [grads._replace(out=own) for grads, own in zip(grads_by_task, task_outs)]
+    if branch_outs is not None:
+        grads_by_task = [grads._replace(out=kept_out) for grads, kept_out in zip(grads_by_task, task_outs)]
     elif work.plan.pattern.detaches:
         grads_by_task = _with_own_outputs(work, grads_by_task, transport, received=is_received)
         is_received = True

@@ -22,14 +22,14 @@ def context_forward(work: TaskAttention, transport: Transport) -> tuple[Tensor, 
     buffers, inputs = work.buffers, work.inputs
     received = inputs.q.new_empty(buffers.num_received + work.num_kept)
     buffers.receive_into(received[: buffers.num_received])
-    kept, task_outs = work.own_outputs(received) if work.keeps_outputs else (None, ())
+    branch_outs, task_outs = work.own_outputs(received) if work.keeps_outputs else (None, ())
     travels = work.schedule.q.sends or work.schedule.q.receives
     wait_for_queries = exchange_queries(buffers, transport) if travels else None
     pieces: list[tuple[Tensor, Tensor]] = []
     partials = work.empty_partials()
 
     def attend_inside() -> None:
-        pieces.append(forward(inputs.q, inputs.k, inputs.v, work.loop, kept))
+        pieces.append(forward(inputs.q, inputs.k, inputs.v, work.loop, branch_outs))
         if wait_for_queries is not None:
             wait_for_queries()
 
@@ -37,8 +37,8 @@ def context_forward(work: TaskAttention, transport: Transport) -> tuple[Tensor, 
         work.attend(partials, source)
     if work.plan.pattern.zero_padding:
         work.add_zero_keys(partials)
-    for own, (task_out, _) in zip(task_outs, partials):
-        own.copy_(task_out)
+    for kept_out, (task_out, _) in zip(task_outs, partials):
+        kept_out.copy_(task_out)
     ((out, lse),) = pieces
     _merge_outputs(work, transport, out, lse, partials)
     return out, lse, received
