@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -58,11 +59,17 @@ def box(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
 
     Sequence, segment, offset, key/value head, query head of it (`group` of them, 1 for k and v), row, element.
     """
+    if piece.segments > 1 and piece.segment_stride <= (piece.rows - 1) * piece.row_stride:
+        # The keys of overlapping windows: the gradient of a strided view would need an index of every element.
+        heads = slice(piece.head, piece.head + (piece.heads - 1) * piece.head_step + 1, piece.head_step)
+        end = piece.token + (piece.segments - 1) * piece.segment_stride + piece.rows
+        return x[:, piece.token : end, heads].unfold(1, piece.rows, piece.segment_stride).mT[:, :, None, :, None]
     size, strides, first = box_layout(piece, x.shape, x.stride(), group)
     return x.as_strided(size, strides, x.storage_offset() + first)
 
 
-def box_layout(piece: Piece, size: Sequence[int], strides: Sequence[int], group: int) -> StridedLayout:
+@lru_cache(maxsize=1024)
+def box_layout(piece: Piece, size: tuple[int, ...], strides: tuple[int, ...], group: int) -> StridedLayout:
     """Size and strides of the `box` of a piece in a tensor `(B, N, H, D)` or `(B, N, H)`, and the elements before its first one."""
     batch, token, query_head, *dim = strides
     head = query_head * group
@@ -127,7 +134,9 @@ class SlabLayout(NamedTuple):
     packed: tuple[int, ...]  # the size that `pack` gives them
 
 
-def layouts(slabs: Slabs, size: Sequence[int], strides: Sequence[int], group: int, of_keys: bool = False) -> tuple[SlabLayout, ...]:
+def layouts(
+    slabs: Slabs, size: tuple[int, ...], strides: tuple[int, ...], group: int, of_keys: bool = False
+) -> tuple[SlabLayout, ...]:
     """The layouts of slabs' queries, or keys, in a tensor `(B, N, H, D)` or `(B, N, H)` of `group` heads per key/value head."""
     layouts_of_slabs = []
     for piece, part in zip(slabs.pieces, slabs.parts):

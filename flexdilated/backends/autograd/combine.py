@@ -48,13 +48,10 @@ def read(x: Tensor, piece: Piece | Scattered, *, group: int = 1) -> Tensor:
     Of scattered rows, a copy.
 
     The compiler can neither trace the offset of a tensor in its storage nor lower a strided view of a view, and torch.func maps
-    neither strides nor writing through views. A tensor whose elements share memory (`expand`) is copied where it has a gradient:
-    that of a strided view is divided among such elements, whatever each of them was used for.
+    neither strides nor writing through views.
     """
     if isinstance(piece, Scattered):
         return x.unflatten(2, (-1, group))[:, piece.tokens, piece.heads]
-    if x.requires_grad and not torch.compiler.is_compiling() and _shares_memory(x):
-        x = x.contiguous()
     if torch.compiler.is_compiling() or is_transformed(x):
         tokens, heads = _index(piece, group, x.device)
         return x[:, tokens, heads]
@@ -71,28 +68,30 @@ def mix(layers: Sequence[Sequence[PartialOutput]], q: Tensor, group: int, *, det
         group: Query heads per key/value head.
         detach_weights: Whether the weights `exp(lse_i - lse)` count as constants, as in torchscale.
     """
+    by_index = torch.compiler.is_compiling() or is_transformed(*(x for layer in layers for part in layer for x in part[1:]))
     maps = []
     for layer in layers:
         template = layer[0][2] if layer else q.new_empty(0, dtype=accumulated(q.dtype))
         lses = template.new_full((*q.shape[:3], 1), -math.inf)
         for place, _, lse_i in layer:
-            lses = _add(lses, place, group, lse_i[..., None], replace=True)
+            lses = _add(lses, place, group, lse_i[..., None], by_index, replace=True)
         maps.append(lses)
     weights, lse = normalised(torch.stack(maps)[..., 0], dim=0)  # (layers, B, N, H), (1, B, N, H)
     out = lse.new_zeros(q.shape)
     for layer, weight in zip(layers, weights.detach() if detach_weights else weights):
         for place, out_i, _ in layer:
-            out = _add(out, place, group, out_i.to(out.dtype) * read(weight[..., None], place, group=group))
+            get = read if by_index or isinstance(place, Scattered) else box
+            out = _add(out, place, group, out_i.to(out.dtype) * get(weight[..., None], place, group=group), by_index)
     return out.to(q.dtype), lse[0].transpose(1, 2)
 
 
-def _add(x: Tensor, piece: Piece | Scattered, group: int, values: Tensor, *, replace: bool = False) -> Tensor:
+def _add(x: Tensor, piece: Piece | Scattered, group: int, values: Tensor, by_index: bool, *, replace: bool = False) -> Tensor:
     """`x` `(B, N, H, D)` with `values` added to, or stored in, the rows of a piece. May write into x."""
     if isinstance(piece, Scattered):
         grouped, place = x.unflatten(2, (-1, group)), (slice(None), piece.tokens, piece.heads)
         grouped[place] = values if replace else grouped[place] + values
         return x
-    if torch.compiler.is_compiling() or is_transformed(x, values):
+    if by_index:
         index = _index(piece, group, x.device)
         batch = torch.arange(x.shape[0], device=x.device)[:, None, None, None, None, None]
         return x.index_put((batch, *index), values, accumulate=not replace)
@@ -101,14 +100,17 @@ def _add(x: Tensor, piece: Piece | Scattered, group: int, values: Tensor, *, rep
     return x
 
 
-def _shares_memory(x: Tensor) -> bool:
-    """Whether two elements of a tensor may have the same memory address."""
+def unshared(x: Tensor) -> Tensor:
+    """`x`, or a copy where it has a gradient and two of its elements may have the same memory address (`expand`).
+
+    The gradient of a strided view is divided among such elements, whatever each of them was used for.
+    """
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
-        if stride <= reach:
-            return True
+        if stride <= reach and x.requires_grad and not torch.compiler.is_compiling():
+            return x.contiguous()
         reach += stride * (size - 1)
-    return False
+    return x
 
 
 def _index(piece: Piece, group: int, device: torch.device) -> tuple[Tensor, Tensor]:

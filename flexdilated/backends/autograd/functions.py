@@ -20,18 +20,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated.backends.autograd.combine import PartialOutput, heads_of, mix, read, tokens_of
+from flexdilated.backends.autograd.combine import PartialOutput, heads_of, mix, read, tokens_of, unshared
 from flexdilated.backends.autograd.grids import Grid, Tile, draw_grids, locate, locate_keys, num_parts, tiles
 from flexdilated.backends.autograd.records import attend_recorded
 from flexdilated.backends.dense.windows import dense_pieces
 from flexdilated.backends.dropout import draw_seed, draws_of_its_own, fold_in, refuse_draws_again
-from flexdilated.core.branch import NONE, Kept, Near
-from flexdilated.core.call import Call, MaskMod, ScoreMod, documents, refuse_compiled_borders
+from flexdilated.core.branch import Kept, Near
+from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.lse import accumulated, mix_branches, normalised, with_zero_keys
 from flexdilated.core.pieces import UNBOUNDED, Piece, arrange, plan_pieces, runs_of
+from flexdilated.core.slabs import box
 from flexdilated.core.tracing import TRACES_UNKNOWN_SIZES, is_exporting, is_symbolic, refuse_traced_derivatives, uncached
 
 Band = tuple[int, int]  # the smallest and the largest `kv_idx - q_idx` of joined pairs, UNBOUNDED where there is none
@@ -95,7 +96,7 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     ]
     if call.is_modified() and any(piece.zero_keys for pieces in plans for piece in pieces):
         refuse_zero_keys(q.shape[1])
-    q, k, v = (order.take(x) for x in (q, k, v))
+    q, k, v = (unshared(order.take(x)) for x in (q, k, v))
     if key_padding_mask is not None:
         key_padding_mask = order.take(key_padding_mask)
         # What ignored keys and values hold must not matter, and 0 times NaN would.
@@ -136,16 +137,20 @@ def attend_piece(
     pairs = queries[None, :, :, None, None, :, None], keys[None, :, :, None, None, None, :]
     shift = piece.key_token - piece.token
     band = [bound if abs(bound) == UNBOUNDED else shift + bound * piece.row_stride for bound in (piece.low, piece.high)]
-    tensors = read(q, piece, group=group), read(k, of_keys), read(v, of_keys)
+    get = read if torch.compiler.is_compiling() or is_transformed(q, k, v) else box
+    tensors = get(q, piece, group=group), get(k, of_keys), get(v, of_keys)
     rows = Rows(*tensors, ignored=ignored, b=b, h=h, q_idx=pairs[0], kv_idx=pairs[1])
     out, lse = attend_lanes(rows, call, (band[0], band[1]))
-    return with_zero_keys(out, lse, piece.zero_keys)
+    return with_zero_keys(out, lse, piece.zero_keys) if piece.zero_keys else (out, lse)
 
 
 def attend_lanes(rows: Rows, call: Call, band: Band) -> tuple[Tensor, Tensor]:
     """`attend_rows` in chunks of lanes (dim 1) and queries, each with about `SCORES` scores."""
     lanes, num_rows = rows.q.shape[1], rows.q.shape[-2]
-    per_row = max(1, known_batch(rows.q.shape[0]) * math.prod(rows.q.shape[2:-2]) * rows.k.shape[-2])
+    batch = known_batch(rows.q.shape[0]) if torch.compiler.is_compiling() else rows.q.shape[0]
+    per_row = max(1, batch * math.prod(rows.q.shape[2:-2]) * rows.k.shape[-2])
+    if lanes * num_rows * per_row <= SCORES:
+        return attend_rows(rows, call, band)
     lanes_per_part = max(1, SCORES // max(1, per_row * num_rows))
     max_rows = max(1, SCORES // (per_row * min(lanes_per_part, lanes)))
     count = -(-lanes // lanes_per_part)
@@ -165,14 +170,15 @@ def known_batch(batch: int) -> int:
     return 1 if is_exporting() and is_symbolic(batch) else batch
 
 
-def attend_rows(rows: Rows, call: Call, band: Band, apart: Near = NONE) -> tuple[Tensor, Tensor]:
+def attend_rows(rows: Rows, call: Call, band: Band, apart: Near | None = None) -> tuple[Tensor, Tensor]:
     """Attention of some queries over the keys of their segments, window or tile, without the pairs of `apart`.
 
     The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
     """
-    if not torch.is_grad_enabled() or is_transformed(*rows[:3]) or is_exporting():
+    is_traced = torch.compiler.is_compiling()
+    if not torch.is_grad_enabled() or is_transformed(*rows[:3]) or (is_traced and is_exporting()):
         return _attend(*rows, call, band, apart)
-    if torch.compiler.is_compiling():
+    if is_traced:
         # Symbols must be used outside of checkpoints first, or a second checkpoint does not find them (torch 2.13).
         call = call.replaced(scale=call.checked_scale() * 1.0, dropout_p=call.dropout_p if call.dropout_p > 0.0 else 0.0)
         return checkpoint(_attend, *rows, call, band, apart, use_reentrant=False)
@@ -190,17 +196,24 @@ def _attend(
     kv_idx: Tensor,
     call: Call,
     band: Band,
-    apart: Near = NONE,
+    apart: Near | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_rows` without recomputation."""
-    q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
+    """`attend_rows` without recomputation: the one place that scales scores, applies the functions, and masks.
+
+    The functions see tensors that broadcast to the scores instead of one pair: being pointwise, with tables indexed by positions,
+    they cannot tell.
+    """
+    dtype = accumulated(q.dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     group, rows = q.shape[-3:-1]
     scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
-    scores, visible = _modify(scores, b, h, q_idx=q_idx, kv_idx=kv_idx, score_mod=call.score_mod, mask_mod=call.mask_mod)
+    if call.score_mod is not None:
+        scores = call_mod("score_mod", call.score_mod, scores, *(b, h, q_idx, kv_idx)).to(scores.dtype).expand_as(scores)
+    visible = None if call.mask_mod is None else call_mod("mask_mod", call.mask_mod, b, h, q_idx, kv_idx)
     low, high = band
     late = None if high == UNBOUNDED else kv_idx <= q_idx if high == 0 else kv_idx - q_idx <= high
     early = None if low == -UNBOUNDED else kv_idx - q_idx >= low
-    far = ~apart.joins(q_idx, kv_idx) if apart else None
+    far = None if apart is None else ~apart.joins(q_idx, kv_idx)
     for condition in (visible, late, early, far, None if ignored is None else ~ignored):
         if condition is not None:
             scores = torch.where(condition, scores, -math.inf)
@@ -210,19 +223,6 @@ def _attend(
             weights = torch.nn.functional.dropout(weights, call.dropout_p)
     out = _multiply(weights.flatten(-3, -2), v[..., 0, :, :]).unflatten(-2, (group, rows))
     return out, lse[..., 0]
-
-
-def _modify(
-    scores: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, score_mod: ScoreMod | None, mask_mod: MaskMod | None
-) -> tuple[Tensor, Tensor | None]:
-    """`(scores, visible)`: the scores after `score_mod`, and the boolean result of `mask_mod` (None without one).
-
-    The functions see tensors that broadcast to the scores instead of one pair: being pointwise, with tables indexed by positions,
-    they cannot tell.
-    """
-    if score_mod is not None:
-        scores = call_mod("score_mod", score_mod, scores, *(b, h, q_idx, kv_idx)).to(scores.dtype).expand_as(scores)
-    return scores, None if mask_mod is None else call_mod("mask_mod", mask_mod, b, h, q_idx, kv_idx)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -295,7 +295,7 @@ def _attend_grid(
             q_idx=q_token[None, :, None, :, None],
             kv_idx=k_token[None, :, None, None, :],
         )
-        out, lse = attend_rows(rows, call, band, tile.apart)
+        out, lse = attend_rows(rows, call, band, tile.apart or None)
         outs.append(out[:, :, 0])
         lses.append(lse[:, :, 0])
     out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)  # (B, L, M, D)
@@ -316,6 +316,8 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
     Autograd's own would be in that of `torch.autocast` where a backward is called inside it.
     """
+    if not torch.is_grad_enabled():
+        return a @ b
     transformed = is_transformed(a, b)
     if forward_ad._current_level >= 0 or (transformed and torch.compiler.is_compiling()):
         return a @ b  # the tangents of a Function have no tangents (torch 2.13)

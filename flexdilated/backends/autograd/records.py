@@ -9,15 +9,16 @@ inputs of an autograd function: autograd saves them, raises if they were modifie
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexdilated.core.call import Call
@@ -32,10 +33,6 @@ Attend = Callable[..., tuple[Tensor, Tensor]]  # of tensors and, at last, a call
 
 class _Slot(int):
     """The index of a tensor in a record."""
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -78,14 +75,13 @@ class _Record(TorchDispatchMode):
         self._slots: Any = WeakTensorKeyDictionary()
         self._steps: list[tuple[Any, ...]] = []  # operator, arguments, keyword arguments, results, slots that nothing reads later
         self._result = _Slot(0)
-        self._count = 0
+        self._count = count()
         self._read_only: set[int] = set()  # storages of tensors that a replay reads again
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         """Call the function, record its operations and return its result."""
-        for x in arguments:
-            self._new_slot(x)
-        self._read_only |= {_storage(x) for x in arguments[-4:]}  # positions; scores are computed again
+        self._slots.update(zip(arguments, map(_Slot, self._count)))
+        self._read_only |= {x.untyped_storage()._cdata for x in arguments[-4:]}  # positions; scores are computed again
         # With gradients on, __torch_dispatch__ sees where the function switches them off. The graph is not used: it keeps nothing.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x):
             if self._requires_grad and self._name == "score_mod":  # or numpy could read scores, as constants
@@ -95,7 +91,9 @@ class _Record(TorchDispatchMode):
                 result = self._function(*arguments)
         if isinstance(result, Tensor):  # else the caller raises
             _refuse_script(self._name, result.grad_fn, start)
-            self._result, result = self._slot(result), result.detach()
+            if result not in self._slots:
+                self._hold((result,))
+            self._result, result = self._slots[result], result.detach()
         self._release()
         return result
 
@@ -111,46 +109,42 @@ class _Record(TorchDispatchMode):
                 "q_idx and kv_idx"
             )
         if func is torch.ops.aten.lift_fresh.default:  # a literal, into which the function may write: each replay has its own
-            self._new_slot(args[0])
-            self.held[self._slots[args[0]]] = args[0].clone()
-        inputs = tree_map(self._slot, (args, kwargs or {}))
-        for x in _written(func, args, kwargs or {}):
-            if _storage(x) in self._read_only:
+            self.held[self._slots.setdefault(args[0], _Slot(next(self._count)))] = args[0].clone()
+        values = (args, kwargs or {})
+        self._hold(tree_leaves(values))
+        inputs = tree_map_only(Tensor, self._slots.__getitem__, values)
+        for x in _written(func, *values) if func._schema.is_mutable else ():
+            if x.untyped_storage()._cdata in self._read_only:
                 raise NotImplementedError(
                     f"{self._name} must not modify tensors in place that it reads, got {func}; use an operation that returns a new "
                     "tensor, or clone() first"
                 )
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x not in self._slots:
-                self._new_slot(x)
+            if isinstance(x, Tensor):
+                self._slots.setdefault(x, _Slot(next(self._count)))
         replayed = torch.ops.aten.lift_fresh_copy.default if func is torch.ops.aten.lift_fresh.default else func
-        self._steps.append((replayed, *inputs, tree_map(self._slot, result)))
+        self._steps.append((replayed, *inputs, tree_map_only(Tensor, self._slots.__getitem__, result)))
         return result
 
     def replay(self, held: Sequence[Tensor], *arguments: Tensor) -> Tensor:
         """The result again, differentiable in the arguments and in `held`, which replaces the values of `self.held`."""
         values: dict[int, Tensor] = dict(enumerate(arguments)) | dict(zip(self.held, held))
-
-        def value(x: Any) -> Any:
-            return values[x] if isinstance(x, _Slot) else x
-
         for func, args, kwargs, results, unused in self._steps:
-            result = func(*tree_map(value, args), **tree_map(value, kwargs))
+            args, kwargs = tree_map_only(_Slot, values.__getitem__, (args, kwargs))
+            result = func(*args, **kwargs)
             values |= {slot: x for slot, x in zip(tree_leaves(results), tree_leaves(result)) if isinstance(slot, _Slot)}
             for slot in unused:
                 del values[slot]
         return values[self._result]
 
-    def _slot(self, x: Any) -> Any:
-        if isinstance(x, Tensor) and x not in self._slots:
-            self._new_slot(x)
-            self.held[self._slots[x]] = x.clone() if x.is_inference() else x  # autograd saves no inference tensors
-            self._read_only.add(_storage(x))
-        return self._slots[x] if isinstance(x, Tensor) else x
-
-    def _new_slot(self, x: Tensor) -> None:
-        self._slots[x], self._count = _Slot(self._count), self._count + 1
+    def _hold(self, values: Iterable[Any]) -> None:
+        """Hold the tensors among `values` that neither are arguments nor were made by the function."""
+        for x in values:
+            if isinstance(x, Tensor) and x not in self._slots:
+                self._slots[x] = slot = _Slot(next(self._count))
+                self.held[slot] = x.clone() if x.is_inference() else x  # autograd saves no inference tensors
+                self._read_only.add(x.untyped_storage()._cdata)
 
     def _release(self) -> None:
         """Note after each step which slots no later step reads: the backward frees their tensors, as the function did."""
@@ -233,7 +227,9 @@ class _Recomputed(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             # Tensors of their own: the gradient of one then leaves out others that it was computed from.
-            tensors = [_alone(x, create_graph=create_graph) if need else x for x, need in zip(tensors, needs)]
+            tensors = [
+                x if not need else x.view_as(x) if create_graph else x.detach().requires_grad_() for x, need in zip(tensors, needs)
+            ]
             results = ctx.recompute(tensors[: ctx.count], tensors[ctx.count :])
         inputs = [x for x, need in zip(tensors, needs) if need]
         pairs = [(x, dx) for x, dx in zip(results, (dout, dlse)) if x.requires_grad]
@@ -243,7 +239,3 @@ class _Recomputed(torch.autograd.Function):
         # A score function may ignore the scores: the gradient of q and k is then 0.
         filled = [torch.zeros_like(x) if need and dx is None else dx for x, need, dx in zip(tensors[: ctx.count], needs, grads)]
         return None, None, None, *filled, *grads[ctx.count :]
-
-
-def _alone(x: Tensor, *, create_graph: bool) -> Tensor:
-    return x.view_as(x) if create_graph else x.detach().requires_grad_()

@@ -26,17 +26,18 @@ def dense_pieces(pieces: tuple[Piece, ...], windows: Windows, alone: bool = Fals
         pieces: Pieces of a plan.
         windows: How the kernel takes a band.
         alone: Whether each query must have all keys of its piece in one of the cut pieces, so that their lse is that of the piece.
+            The kernel then takes every band, and chunks may share keys: only windows are cut, to skip pairs.
     """
     found: list[Piece] = []
     covered = written = True
     for piece in pieces:
         is_square, masked = piece.rows == piece.keys, windows == "mask" and (alone or -piece.low < LONG)
-        if _fits(piece, windows):
+        if (piece.low == -UNBOUNDED or piece.high == UNBOUNDED) if alone else _fits(piece, windows):
             found.append(piece)
         elif not masked and is_square and -piece.rows < piece.low <= 0 and piece.high in (0, -piece.low):
             found += _triangles(piece)
         else:
-            found += _chunks(_trimmed(piece)) if masked and piece.is_banded else _cut(piece)
+            found += _chunks(_trimmed(piece), alone) if masked and piece.is_banded else _cut(piece)
             covered = covered and not piece.covers
             written = written and not (piece.writes and piece.is_banded and not masked)
     # Either all pieces of the first branch cover, or none.
@@ -69,20 +70,22 @@ def _trimmed(piece: Piece) -> Piece:
     )
 
 
-def _chunks(piece: Piece) -> Iterator[Piece]:
-    """Chunks of queries, each with all keys of their windows; the chunks of one piece share no key."""
+def _chunks(piece: Piece, shares: bool) -> Iterator[Piece]:
+    """Chunks of queries, each with all keys of their windows; the chunks of one piece share no key, unless it `shares` them."""
     before, after = min(-piece.low, piece.rows), min(piece.high, piece.keys)
     size = min(max((before + 1) // 2, LEAST_CHUNK), MOST_CHUNK)
     # Chunks whose keys are all inside the sequence have equal shapes. Every `apart`-th of them is in one piece: they share no key.
     count = ceil_div(piece.rows, size)
     first, end = max(ceil_div(before, size), 0), max(min((piece.keys - after) // size, piece.rows // size), 0)
     first = min(first, end)
-    apart = ceil_div(size + before + after, size)
-    runs = [(chunk, 1) for chunk in (*range(first), *range(end, count))]
-    runs += [(first + i, ceil_div(end - first - i, apart)) for i in range(min(apart, end - first))]
-    for chunk, times in sorted(runs):
+    apart = 1 if shares else ceil_div(size + before + after, size)
+    runs = [(chunk, 1, 1) for chunk in (*range(first), *range(end, count))]
+    if shares:
+        runs = [(0, first, 1), (end, count - end, 1)]
+    runs += [(first + i, 1, ceil_div(end - first - i, apart)) for i in range(min(apart, end - first))]
+    for chunk, chunks, times in sorted(runs):
         start = chunk * size
-        key, rows = max(0, start - before), min(size, piece.rows - start)
+        key, rows = max(0, start - before), min(chunks * size, piece.rows - start)
         keys = min(piece.keys, start + rows + after) - key
         low, high = (bound + start - key for bound in (piece.low, piece.high))
         if low <= 1 - rows and (high != 0 or rows == keys):  # else it would be causal, of fewer keys than queries

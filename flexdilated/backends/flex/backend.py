@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexdilated.backends.autograd.combine import mix
+from flexdilated.backends.autograd.combine import mix, unshared
 from flexdilated.backends.flex.cost import Packing, Shape, choose_layout
 from flexdilated.backends.flex.rows import attend_piece, run_kernel
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
@@ -132,6 +132,7 @@ def _fused(
 def _packed(
     q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, start: int, call: Call
 ) -> tuple[Tensor, Tensor | None]:
+    q, k, v = (unshared(x) for x in (q, k, v))
     results = [
         (piece, *attend_piece(q, k, v, key_padding_mask=key_padding_mask, start=start, piece=piece, call=call))
         for piece in _pieces(q.shape[1], k, call)

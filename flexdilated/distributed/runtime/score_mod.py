@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.autograd import functions
-from flexdilated.backends.autograd.combine import PartialOutput, Scattered, mix
+from flexdilated.backends.autograd.combine import PartialOutput, Scattered, mix, unshared
 from flexdilated.backends.dense.windows import MOST_CHUNK, dense_pieces
 from flexdilated.backends.dropout import draws_of_its_own, fold_in
 from flexdilated.backends.flex import rows as flex
@@ -81,6 +81,7 @@ def attend_modified(
         transport: Makes the transport of the forward, or of its backward (True).
     """
     mask, rows = call.key_padding_mask, schedule(plan, exchange, rank, q.device)
+    q, k, v = (unshared(x) for x in (q, k, v))
     fetched = Buffers(Inputs(q.detach(), k.detach(), v.detach(), mask), rows, keeps=True)
     bare = fetched.without_tokens()
     waits: list[Callable[[], None]] = []
