@@ -59,14 +59,19 @@ class Near(NamedTuple):
         """The smallest distance at which two rows are outside the window, counted in rows of every `rate`-th token."""
         return (self.window - 1) // rate + 1 if self.window else 0
 
-    def count_pairs(self, num_tokens: int, *, is_causal: bool) -> int:
-        """The number of near pairs in a document."""
-        first = min(self.global_tokens, num_tokens)
-        rest = num_tokens - first
-        before = causal_window_pairs(min(self.window, rest), rest)
-        if is_causal:
-            return first * (first + 1) // 2 + rest * first + before
-        return num_tokens**2 - rest**2 + (2 * before - rest if self.window else 0)
+    def count_pairs(self, num_tokens: Any, *, is_causal: bool, begin: Any = 0, end: Any = None) -> Any:
+        """The number of near pairs of a document that the holder of its tokens `begin ... end` computes; numbers or arrays.
+
+        By default all tokens. Pairs of global queries are computed where their keys are.
+        """
+        end, first = num_tokens if end is None else end, num_tokens - positive(num_tokens - self.global_tokens)
+        rest_begin, rest_end, rest = (positive(position - first) for position in (begin, end, num_tokens))
+        pairs = _window_pairs(rest_begin, rest_end, self.window)
+        if is_causal:  # queries see the global tokens up to their own
+            return pairs + _window_pairs(begin, end, first)
+        if self.window:  # the keys after a query are those before it in the reverse order
+            pairs = pairs + _window_pairs(rest - rest_end, rest - rest_begin, self.window) - (rest_end - rest_begin)
+        return pairs + first * (end - begin + rest_end - rest_begin)
 
 
 NONE = Near()
@@ -114,9 +119,9 @@ class Kept(NamedTuple):
 
     def _far_pairs(self, tokens: int, skipped: int, near: Near, *, is_causal: bool) -> int:
         """The number of far pairs of one segment whose first `skipped` tokens are global."""
-        rows, apart = self.rows(tokens) - self.rows(min(skipped, tokens)), near.far_rows(self.rate)
-        far = max(0, rows - apart)
-        return far * (far + 1) // 2 if is_causal else rows * rows if apart == 0 else far * (far + 1)
+        rows, skipped = self.rows(tokens), self.rows(min(skipped, tokens))
+        pairs: int = far_pairs(rows, 0, rows, is_causal=is_causal, skipped=skipped, apart=near.far_rows(self.rate))
+        return pairs
 
     def longest_reach(self) -> int:
         """The largest distance between a query and a key that it sees, -1 if nothing is kept."""
@@ -160,9 +165,34 @@ def num_kept(length: int, rate: int, offset: int) -> int:
     return max(0, ceil_div(length - offset, rate))
 
 
-def causal_window_pairs(size: Any, num_tokens: Any) -> Any:
-    """The joined pairs of a causal window of at most `num_tokens` tokens in a sequence; numbers or arrays."""
-    return size * num_tokens - size * (size - 1) // 2
+def far_pairs(rows: Any, low: Any, high: Any, *, is_causal: bool, skipped: Any = 0, apart: Any = 0) -> Any:
+    """The number of far pairs that the queries `low ... high` score in a segment of `rows` rows; numbers or arrays.
+
+    Args:
+        rows, low, high, is_causal: The segment and the queries.
+        skipped: Rows of global tokens, before the others.
+        apart: Least distance of the rows of a pair; 0 without a window.
+    """
+    rows, low, high = rows - skipped, positive(low - skipped), positive(high - skipped)
+    before = _triangle(high - apart) - _triangle(low - apart)
+    if is_causal:
+        return before
+    return before + _triangle(rows - apart - low) - _triangle(rows - apart - high) - (high - low) * (apart == 0)
+
+
+def positive(number: Any) -> Any:
+    """The number, or 0 if it is negative. Integers of Python remain such: pairs may be beyond 64 bits."""
+    return number * (number > 0)
+
+
+def _triangle(rows: Any) -> Any:
+    """The number of pairs of a causal square, 0 for a negative number of rows."""
+    return positive(rows) * (rows + 1) // 2
+
+
+def _window_pairs(begin: Any, end: Any, size: Any) -> Any:
+    """The pairs of a causal window whose queries are between two positions of a document: two squares less those out of reach."""
+    return _triangle(end) - _triangle(begin) - _triangle(end - size) + _triangle(begin - size)
 
 
 def segment_counts(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]:

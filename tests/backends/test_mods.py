@@ -299,6 +299,24 @@ def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.M
     assert limit // 2 < max(held) <= limit
 
 
+@pytest.mark.usefixtures("_forget_graphs")
+@torch.no_grad()
+def test_a_graph_of_one_length_applies_a_function_once_per_branch() -> None:
+    """Whatever the cut of a window into pieces: the compiler sees every operation."""
+    pattern, counts = DilatedPattern((200,), (2,), window=20, global_tokens=2), []
+
+    def inspect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        counts.append(sum("tanh" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    def attend(x: Tensor) -> Tensor:
+        return dilated_attention(x, x, x, pattern, is_causal=True, score_mod=lambda s, b, h, i, j: torch.tanh(s))
+
+    x = torch.randn(2, 200, 4, 3, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend=inspect)(x), attend(x), **EXACT)
+    assert counts == [5]  # three branches, and two checks of the function
+
+
 @needs_unknown_sizes
 @pytest.mark.slow
 @pytest.mark.usefixtures("_forget_graphs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -224,3 +225,9 @@ def test_a_planted_kind_is_computed_rightly_or_refused_by_name(monkeypatch: pyte
     for attend in (by("sdpa"), by("reference")):
         with pytest.raises(NotImplementedError, match=r"must get branches of kind .* got a branch of kind Comet"):
             run(attend, comet, Mods())
+
+
+def test_functions_take_a_window_in_three_pieces_and_global_tokens_in_one() -> None:
+    pattern = DilatedPattern(window=100, global_tokens=4)
+    pieces = windows.dense_pieces(plan_pieces(pattern, ((0, 1000),), 2, True), "mask", alone=True)
+    assert Counter(piece.branch for piece in pieces) == {0: 3, 1: 1}

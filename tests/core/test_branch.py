@@ -103,7 +103,7 @@ ENTRIES_OF_BRANCHES: dict[str, Entry] = {
     "pieces": lambda p, heads: plan_pieces(p, DOCUMENT, heads, False),
     "shift": lambda p, heads: is_shifted(TOKENS, Call(dataclasses.replace(p, zero_padding=True))),
     "block lists": lambda p, heads: head_branches(p, 0, heads, TOKENS),
-    "grids": lambda p, heads: draw_grids(p, TOKENS, heads, 1, False, [1, 1], torch.device("cpu")),
+    "grids": lambda p, heads: draw_grids(p, TOKENS, heads, range(heads), 1, False, [1, 1], torch.device("cpu")),
     "positions": lambda p, heads: XPos(8, p),
     "connected": lambda p, heads: p.crosses_boundaries(TOKENS, heads),
     "residues": lambda p, heads: analysis.missing_residues(p, heads),

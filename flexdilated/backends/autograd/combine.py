@@ -80,8 +80,11 @@ def mix(layers: Sequence[Sequence[PartialOutput]], q: Tensor, group: int, *, det
     out = lse.new_zeros(q.shape)
     for layer, weight in zip(layers, weights.detach() if detach_weights else weights):
         for place, out_i, _ in layer:
-            get = read if by_index or isinstance(place, Scattered) else box
-            out = _add(out, place, group, out_i.to(out.dtype) * get(weight[..., None], place, group=group), by_index)
+            if by_index or isinstance(place, Scattered):
+                weight_i = read(weight[..., None], place, group=group)
+            else:
+                weight_i = box(weight[..., None], place, group=group)
+            out = _add(out, place, group, out_i.to(out.dtype) * weight_i, by_index)
     return out.to(q.dtype), lse[0].transpose(1, 2)
 
 
@@ -105,9 +108,11 @@ def unshared(x: Tensor) -> Tensor:
 
     The gradient of a strided view is divided among such elements, whatever each of them was used for.
     """
+    if torch.compiler.is_compiling() or not x.requires_grad or x.is_contiguous():
+        return x
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
-        if stride <= reach and x.requires_grad and not torch.compiler.is_compiling():
+        if stride <= reach:
             return x.contiguous()
         reach += stride * (size - 1)
     return x

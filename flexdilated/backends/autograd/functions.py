@@ -5,8 +5,7 @@ backward, from the record of the functions (`recorded.py`) or by activation chec
 functions read, learnable tables included, get gradients. Under torch.func, and in programs exported for training, all scores are
 kept.
 
-Where compiled code has a symbol for the number of tokens, branches are read as padded grids instead of pieces, so that few graphs
-serve every number.
+Compiled code reads branches as padded grids instead of pieces: few operations, and few graphs for every number of tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.backends.autograd.combine import PartialOutput, heads_of, mix, read, tokens_of, unshared
-from flexdilated.backends.autograd.grids import Grid, Tile, draw_grids, locate, locate_keys, num_parts, tiles
+from flexdilated.backends.autograd.grids import Grid, Tile, draw_grids, num_parts, tiles
 from flexdilated.backends.autograd.records import attend_recorded
 from flexdilated.backends.dense.windows import dense_pieces
 from flexdilated.backends.dropout import draw_seed, draws_of_its_own, fold_in, refuse_draws_again
-from flexdilated.core.branch import Kept, Near
+from flexdilated.core.branch import Near
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw
@@ -75,11 +74,20 @@ def attend_by_operations(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[T
         with draws_of_its_own(fold_in(int(seed.item()), 1 + call.first_head), q.device):
             return _pieces(q, k, v, call)
     refuse_compiled_borders(call, "score_mod and mask_mod")
-    traced = torch.compiler.is_compiling()
-    if call.cu_seqlens is not None or (is_transformed(q, k, v) and not traced):
+    traced, transformed = torch.compiler.is_compiling(), is_transformed(q, k, v)
+    if call.cu_seqlens is not None or (transformed and not traced):
         # Where a caller has left its graph for this, each function below would become a graph of its own, without tangents.
         return torch.compiler.disable(_pieces)(q, k, v, call)
     if traced and is_symbolic(q.shape[1]):
+        if not TRACES_UNKNOWN_SIZES:
+            raise NotImplementedError(
+                "q must have a static number of tokens for score_mod and mask_mod in code compiled by torch before 2.11, got a "
+                "dynamic one; use torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
+            )
+        return _padded(q, k, v, call)
+    # Pieces are plain operations, as torch.func and exported programs need them; they take zero keys and a symbol for the heads.
+    needs_pieces = transformed or call.pattern.zero_padding or not call.is_modified()
+    if traced and not (needs_pieces or is_exporting() or is_symbolic(q.shape[2])):
         return _padded(q, k, v, call)
     return _pieces(q, k, v, call)
 
@@ -226,89 +234,49 @@ def _attend(
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """`_pieces` for a symbolic number of tokens: branches are read as padded grids."""
-    if not TRACES_UNKNOWN_SIZES:
-        raise NotImplementedError(
-            "q must have a static number of tokens for score_mod and mask_mod in code compiled by torch before 2.11, got a dynamic "
-            "one; use torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
-        )
-    if call.part_of_heads(k.shape[2]) is not None:
-        raise NotImplementedError(
-            "q must have a static number of tokens for score_mod and mask_mod on a part of a model's heads in compiled code, got a "
-            "dynamic one; use torch.compile(dynamic=False)"
-        )
-    pattern, key_padding_mask = call.pattern, call.key_padding_mask
-    (batch, num_tokens, heads), kv_heads = q.shape[:3], k.shape[2]
-    group = heads // kv_heads
-    parts = num_parts(pattern, known_batch(batch), num_tokens, kv_heads, group=group, is_causal=call.is_causal, scores=SCORES)
-    tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group=group, is_causal=call.is_causal, parts=parts, device=q.device)
+    """`_pieces` for compilers: branches are read as padded grids, which are fewer, and serve a symbolic number of tokens."""
+    pattern, key_padding_mask, is_causal = call.pattern, call.key_padding_mask, call.is_causal
+    (batch, num_tokens), num_held = q.shape[:2], k.shape[2]
+    group, kv_heads = q.shape[2] // num_held, call.num_kv_heads or num_held
+    within = call.part_of_heads(num_held) or range(num_held)
+    parts = num_parts(pattern, known_batch(batch), num_tokens, kv_heads, group=group, is_causal=is_causal, scores=SCORES)
+    grids = draw_grids(pattern, num_tokens, kv_heads, within, group=group, is_causal=is_causal, parts=parts, device=q.device)
     check_mods(call.score_mod, call.mask_mod, q)  # again: without fullgraph the graph breaks above, and forgets what they read
     if key_padding_mask is not None:
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
+    held = [tile for tile in tiles(pattern, "grids", is_causal=is_causal) if tile.heads(pattern, kv_heads, within)]
     with without_autocast(q.device):
-        results = [
-            _attend_grid(q, k, v, tile=tile, tokens=tokens, grid=grid, call=call)
-            for tile, grid in zip(tiles(pattern, "grids", is_causal=call.is_causal), grids)
-        ]
+        results = [_attend_grid(q, k, v, tile=tile, grid=grid, call=call) for tile, grid in zip(held, grids)]
         return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
 
 
-def _attend_grid(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tile: Tile,
-    tokens: Tensor,
-    grid: Grid,
-    call: Call,
-) -> tuple[Tensor, Tensor]:
+def _attend_grid(q: Tensor, k: Tensor, v: Tensor, tile: Tile, grid: Grid, call: Call) -> tuple[Tensor, Tensor]:
     """A tile's out `(B, N, H, D)` and lse `(B, N, H)`, 0 and -inf at tokens that a head does not keep."""
-    pattern, key_padding_mask = call.pattern, call.key_padding_mask
-    (num_tokens, heads), kv_heads, device = q.shape[1:3], k.shape[2], q.device
-    group = heads // kv_heads
-    length, rate = tile.block
     band = -UNBOUNDED, 0 if call.is_causal else UNBOUNDED
     if tile.window is not None:
         band = tile.window.band(is_causal=call.is_causal)
-    run = pattern.head_range(tile.branch, kv_heads)
-    offsets = torch.tensor([pattern.offset(tile.branch, head, kv_heads) for head in run], device=device)  # (G,)
-    lane = grid.lanes[:, None]
-    kv_head, offset = run.start + lane % len(run), offsets[lane % len(run)]  # (L, 1)
-    first, branch_of_lane = lane // len(run) * length, Kept(length, rate, offset)
-
     # Padding holds zeros: what other tokens hold must not matter.
-    k_token, is_padding = locate_keys(tile, grid.keys, first, branch_of_lane, num_tokens)
-    k, v = (x[:, k_token, kv_head].masked_fill(is_padding[..., None], 0.0)[:, :, None] for x in (k, v))
-    ignored = is_padding[None] if key_padding_mask is None else is_padding | key_padding_mask[:, k_token]
-    b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
+    k, v = (x[:, grid.keys, grid.kv_heads].masked_fill(grid.is_ignored[..., None], 0.0)[:, :, None] for x in (k, v))
+    ignored = grid.is_ignored[None] if call.key_padding_mask is None else grid.is_ignored | call.key_padding_mask[:, grid.keys]
+    b = torch.arange(q.shape[0], device=q.device)[:, None, None, None, None]
     outs, lses = [], []
-    for query in grid.queries.unbind():
-        q_token, is_padding = locate(query // group, first, branch_of_lane, num_tokens)
-        h = kv_head * group + query % group
+    for token, head, is_unread in zip(grid.queries.unbind(), grid.heads.unbind(), grid.is_unread.unbind()):
         rows = Rows(
-            q[:, q_token, h].masked_fill(is_padding[..., None], 0.0)[:, :, None],
+            q[:, token, head].masked_fill(is_unread[..., None], 0.0)[:, :, None],
             k,
             v,
             ignored=ignored[:, :, None, None, :],
             b=b,
-            h=h[None, :, None, :, None],
-            q_idx=q_token[None, :, None, :, None],
-            kv_idx=k_token[None, :, None, None, :],
+            h=head[None, :, None, :, None],
+            q_idx=token[None, :, None, :, None],
+            kv_idx=grid.keys[None, :, None, None, :],
         )
         out, lse = attend_rows(rows, call, band, tile.apart or None)
         outs.append(out[:, :, 0])
         lses.append(lse[:, :, 0])
-    out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)  # (B, L, M, D)
-
-    head = torch.arange(heads, device=device)
-    run_head = (head // group - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
-    branch_of_head = Kept(length, rate, offsets[run_head])
-    is_kept = branch_of_head.keeps(tokens[:, None]) & (head // group == run.start + run_head)  # (N, H)
-    lanes = (tokens // length)[:, None] * len(run) + run_head
-    if tile.is_first:
-        is_kept, lanes = is_kept & (tokens < length)[:, None], run_head.expand_as(lanes)
-    index = slice(None), lanes, branch_of_head.row(tokens[:, None]) * group + head % group
-    return out[index].masked_fill(~is_kept[..., None], 0.0), lse[index].masked_fill(~is_kept, -math.inf)
+    index = slice(None), grid.lanes, grid.rows
+    out, lse = torch.cat(outs, dim=2)[index], torch.cat(lses, dim=2)[index]
+    return out.masked_fill(~grid.is_kept[..., None], 0.0), lse.masked_fill(~grid.is_kept, -math.inf)
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:

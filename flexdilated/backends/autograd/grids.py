@@ -9,7 +9,8 @@ of the number of tokens. Portable programs hold no such operator: there, sizes a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +23,24 @@ from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import plan_pieces
 from flexdilated.core.tracing import is_symbolic
 
+Device = torch.device
 LEAST = 2  # rows and segments: with 1, the compiler would ask of every size whether it broadcasts
 LEAST_BLOCK = 64  # queries of a window
 LONGEST = 1 << 40  # tokens
 
 
 class Grid(NamedTuple):
-    """Indices of the rows of a branch. A lane is one key/value head in one segment."""
+    """Indices of the rows of a tile. A lane is one key/value head in one block. Queries come in parts."""
 
-    lanes: Tensor  # (L,): `segment * heads of the branch + head`
-    queries: Tensor  # (parts, M): `row * group + query head of the group` of every query, a part of them at a time
-    keys: Tensor  # (R,): rows, or tokens of `Tile.keys`; for a window also rows before the block (below 0) and after it
+    queries: Tensor  # (parts, L, M): the token of every query
+    heads: Tensor  # (parts, L, M): its head
+    is_unread: Tensor  # (parts, L, M): whether it is padding
+    keys: Tensor  # (L, R): the token of every key
+    kv_heads: Tensor  # (L, 1): its head
+    is_ignored: Tensor  # (L, R): whether it is padding
+    lanes: Tensor  # (N, H): the lane of every token of every head
+    rows: Tensor  # (N, H): its query in that lane, counted through all parts
+    is_kept: Tensor  # (N, H): whether there is one
 
 
 class Tile(NamedTuple):
@@ -44,6 +52,11 @@ class Tile(NamedTuple):
     window: Window | None = None
     keys: range | None = None  # positions of the keys of every block
     is_first: bool = False  # only the first block has queries
+
+    def heads(self, pattern: DilatedPattern, kv_heads: int, within: range) -> range:
+        """Those of the key/value heads `within` those of the model that run the branch."""
+        heads = pattern.head_range(self.branch, kv_heads)
+        return range(max(heads.start, within.start), min(heads.stop, within.stop))
 
 
 def tiles(pattern: DilatedPattern, consumer: str, *, is_causal: bool) -> list[Tile]:
@@ -84,54 +97,77 @@ def draw_grids(
     pattern: DilatedPattern,
     num_tokens: int,
     kv_heads: int,
+    within: range,
     group: int,
     is_causal: bool,
     parts: Sequence[int],
     device: torch.device,
-) -> tuple[Tensor, list[Grid]]:
-    """The tokens `(N,)`, and one grid per tile; the queries of tile `i` are split in `parts[i]` parts.
+) -> list[Grid]:
+    """One grid per tile, of the key/value heads `within` those of the model; queries of tile `i` are split in `parts[i]` parts.
 
-    All of them are data to the compiler. It must not see that they are ranges: inductor's loops over a quotient or remainder of a
-    symbolic range leave out the last, incomplete round (torch 2.13, CPU).
+    All of them are data to the compiler: it traces no arithmetic of indices, and must not see that they are ranges. Inductor's
+    loops over a quotient or remainder of a symbolic range leave out the last, incomplete round (torch 2.13, CPU).
 
     Raises:
         NotImplementedError: If torchscale's zero keys take part, as soon as the number of tokens is known.
     """
-    tokens, *ranges = _grids_op(num_tokens, encode(pattern), kv_heads, group=group, is_causal=is_causal, parts=parts, device=device)
-    return tokens, [Grid(*ranges[i : i + 3]) for i in range(0, len(ranges), 3)]
+    heads = (kv_heads, within.start, len(within), group)
+    indices = _grids_op(num_tokens, encode(pattern), heads, is_causal=is_causal, parts=parts, device=device)
+    return [Grid(*indices[i : i + len(Grid._fields)]) for i in range(0, len(indices), len(Grid._fields))]
 
 
 @torch.library.custom_op("flexdilated::grids", mutates_args=())
 def _grids_op(
-    num_tokens: int,
-    encoded_pattern: Sequence[int],
-    kv_heads: int,
-    group: int,
-    is_causal: bool,
-    parts: Sequence[int],
-    device: torch.device,
+    num_tokens: int, encoded_pattern: Sequence[int], heads: Sequence[int], is_causal: bool, parts: Sequence[int], device: Device
 ) -> list[Tensor]:
-    pattern = decode(encoded_pattern)
-    if any(piece.zero_keys for piece in plan_pieces(pattern, ((0, num_tokens),), kv_heads, is_causal)):
+    if any(piece.zero_keys for piece in plan_pieces(decode(encoded_pattern), ((0, num_tokens),), heads[0], is_causal)):
         refuse_zero_keys(num_tokens)
-    ranges = [torch.arange(num_tokens, device=device)]
-    for tile, count in zip(tiles(pattern, "grids", is_causal=is_causal), parts):
-        lanes, rows, keys = _size(pattern, tile, num_tokens, kv_heads, is_causal)
-        width = max(LEAST, ceil_div(rows * group, count))
-        queries = torch.arange(count * width, device=device).view(count, width)
-        ranges += [torch.arange(lanes, device=device), queries, torch.arange(keys.start, keys.stop, device=device)]
-    return ranges
+    return _indices(num_tokens, encoded_pattern, heads, is_causal, parts, device)
 
 
 @_grids_op.register_fake
 def _(num_tokens: int, *options: Any) -> list[Tensor]:
-    *_, parts, device = options
-    ctx = torch.library.get_ctx()
-    shapes: list[tuple[Any, ...]] = [(num_tokens,)]
-    for count in parts:
-        lanes, width, keys = (ctx.new_dynamic_size(min=LEAST) for _ in range(3))
-        shapes += [(lanes,), (count, width), (keys,)]
-    return [torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes]
+    new_size = partial(torch.library.get_ctx().new_dynamic_size, min=LEAST) if is_symbolic(num_tokens) else None
+    return _indices(num_tokens, *options, new_size=new_size)
+
+
+def _indices(
+    num_tokens: int,
+    encoded_pattern: Sequence[int],
+    heads: Sequence[int],
+    is_causal: bool,
+    parts: Sequence[int],
+    device: Device,
+    new_size: Callable[[], int] | None = None,
+) -> list[Tensor]:
+    """The fields of all grids, one after another; `new_size`: makes a symbol for a size that only the operator computes."""
+    pattern, (kv_heads, first_head, num_held, group) = decode(encoded_pattern), heads
+    indices: list[Tensor] = []
+    token, head = torch.arange(num_tokens, device=device)[:, None], torch.arange(num_held * group, device=device)
+    for tile, count in zip(tiles(pattern, "grids", is_causal=is_causal), parts):
+        run = tile.heads(pattern, kv_heads, range(first_head, first_head + num_held))
+        if not run:
+            continue
+        lanes, rows, first_key, keys = _size(tile, num_tokens, len(run), is_causal)
+        width = max(LEAST, ceil_div(rows * group, count))
+        if new_size is not None:
+            lanes, width, keys = new_size(), new_size(), new_size()
+        (length, rate), lane = tile.block, torch.arange(lanes, device=device)[:, None]
+        offsets = torch.cat([torch.full((1,), pattern.offset(tile.branch, i, kv_heads), device=device) for i in run])
+        first, kept = lane // len(run) * length, Kept(length, rate, offsets[lane % len(run)])
+        query, kv_head = torch.arange(count * width, device=device), run.start - first_head + lane % len(run)
+        places = (*locate(query // group, first, kept, num_tokens), kv_head * group + query % group)
+        queries, is_unread, query_head = (x.unflatten(1, (count, width)).transpose(0, 1).contiguous() for x in places)
+        key, is_ignored = locate_keys(tile, first_key + torch.arange(keys, device=device), first, kept, num_tokens)
+        held = head // group + first_head
+        run_head = (held - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
+        kept = Kept(length, rate, offsets[run_head])
+        lane, is_kept = token // length * len(run) + run_head, kept.keeps(token) & (held == run.start + run_head)
+        if tile.is_first:
+            lane, is_kept = run_head.repeat(num_tokens, 1), is_kept & (token < length)
+        row = kept.row(token) * group + head % group
+        indices += [queries, query_head, is_unread, key.contiguous(), kv_head, is_ignored, lane, row, is_kept]
+    return indices
 
 
 def num_parts(
@@ -139,8 +175,8 @@ def num_parts(
 ) -> list[int]:
     """For each tile, in how many parts its queries must be split so that at most so many scores exist at the same time.
 
-    Each answer is a graph. One holds for every number of tokens in which no tile has more parts than some power of 4, and
-    for every batch up to some power of 4 where that is a symbol too.
+    Where the number of tokens is a symbol, each answer is a graph. One holds for every number of tokens in which no tile has more
+    parts than some power of 4, and for every batch up to some power of 4 where that is a symbol too.
     """
     if torch.compiler.is_compiling() and is_symbolic(batch):
         bound = 4
@@ -148,12 +184,17 @@ def num_parts(
             bound *= 4
         batch = bound
     all_tiles = tiles(pattern, "grids", is_causal=is_causal)
+
+    def parts_of(tokens: int) -> list[int]:
+        runs = (len(pattern.head_range(tile.branch, kv_heads)) for tile in all_tiles)
+        sizes = [_size(tile, tokens, heads, is_causal) for tile, heads in zip(all_tiles, runs)]
+        return [min(ceil_div(batch * lanes * rows * group * keys, scores), rows * group // LEAST) for lanes, rows, _, keys in sizes]
+
+    if not (torch.compiler.is_compiling() and is_symbolic(num_tokens)):
+        return parts_of(num_tokens)
     tokens, parts = LEAST, [1] * len(all_tiles)
     while tokens < LONGEST:
-        sizes = [_size(pattern, tile, 2 * tokens, kv_heads, is_causal) for tile in all_tiles]
-        doubled = [
-            min(ceil_div(batch * lanes * rows * group * len(keys), scores), rows * group // LEAST) for lanes, rows, keys in sizes
-        ]
+        doubled = parts_of(2 * tokens)
         if _level(max(doubled)) > _level(max(parts)) and num_tokens <= tokens:
             break
         tokens, parts = 2 * tokens, doubled
@@ -165,12 +206,12 @@ def _level(parts: int) -> int:
     return (parts - 1).bit_length() + 1 >> 1
 
 
-def _size(pattern: DilatedPattern, tile: Tile, num_tokens: int, kv_heads: int, is_causal: bool) -> tuple[int, int, range]:
-    """Lanes, rows of queries, and the rows of keys of a tile's grid."""
+def _size(tile: Tile, num_tokens: int, num_heads: int, is_causal: bool) -> tuple[int, int, int, int]:
+    """Lanes of `num_heads` key/value heads, rows of queries, the first row of keys, and the rows of keys of a tile's grid."""
     length, rate = tile.block
-    lanes = (1 if tile.is_first else ceil_div(num_tokens, length)) * len(pattern.head_range(tile.branch, kv_heads))
+    lanes = max(LEAST, (1 if tile.is_first else ceil_div(num_tokens, length)) * num_heads)
     rows = max(LEAST, ceil_div(min(length, num_tokens), rate))
     if tile.keys is not None:
-        return max(LEAST, lanes), rows, range(max(LEAST, min(tile.keys.stop, num_tokens)))
+        return lanes, rows, 0, max(LEAST, min(tile.keys.stop, num_tokens))
     low, high = (0, 0) if tile.window is None or num_tokens <= length else tile.window.band(is_causal=is_causal)
-    return max(LEAST, lanes), rows, range(max(low, -num_tokens), rows + min(high, num_tokens))
+    return lanes, rows, max(low, -num_tokens), rows + min(high, num_tokens) - max(low, -num_tokens)

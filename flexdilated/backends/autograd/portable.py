@@ -44,7 +44,7 @@ def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
     parts = [
         _attend_tile(q, k, v, key_padding_mask=key_padding_mask, op_options=op_options, tile=tile, within=within)
         for tile in tiles(op_options.pattern, "portable programs", is_causal=op_options.is_causal)
-        if _heads(op_options, tile.branch, within)
+        if tile.heads(op_options.pattern, op_options.num_kv_heads, within)
     ]
     return mix_branches(parts, q.dtype, detach_weights=op_options.pattern.detach_weights)
 
@@ -82,7 +82,7 @@ def _attend_tile(
     num_rows = (length + rate - 1) // rate
     if not isinstance(length, int):
         num_rows += 2  # that nothing sees: torch's product asks whether a symbol is at least 2, and the answer must be yes
-    kv_heads = _heads(op_options, tile.branch, within)
+    kv_heads = tile.heads(pattern, op_options.num_kv_heads, within)
     first, lanes = (kv_heads.start - within.start) * group, len(kv_heads) * group
     offset = torch.cat(
         [torch.full((group,), pattern.offset(tile.branch, head, op_options.num_kv_heads), device=device) for head in kv_heads]
@@ -133,12 +133,6 @@ def _attend_tile(
     lse = lse[softmax, row].masked_fill(~is_kept, -math.inf)
     head_padding = (first, q.shape[2] - first - lanes)  # the heads that run other branches
     return torch.nn.functional.pad(out, (0, 0, *head_padding)), torch.nn.functional.pad(lse, head_padding, value=-math.inf)
-
-
-def _heads(op_options: OpOptions, branch: int, within: range) -> range:
-    """The key/value heads of a part of a model that run a branch."""
-    heads = op_options.pattern.head_range(branch, op_options.num_kv_heads)
-    return range(max(heads.start, within.start), min(heads.stop, within.stop))
 
 
 def _always(condition: bool) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from flexdilated.core.bounded_cache import recent
-from flexdilated.core.branch import causal_window_pairs
+from flexdilated.core.branch import far_pairs
 from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expand_ranges, kept_below
 
 MOST = (5, 4)  # a rank takes 5/4 of its part of a segment's tokens at most: more would travel than it saves
@@ -40,31 +40,6 @@ class HeadParts(NamedTuple):
         return HeadParts(*(x[chosen] for x in self))
 
 
-def _scored(rows: Any, low: Any, high: Any, cut: CutSegments, *, skipped: int | Integers = 0, apart: int | Integers = 0) -> Any:
-    """The number of far pairs that the queries `low ... high` score in a segment of `rows` rows; numbers or arrays.
-
-    Args:
-        rows, low, high, cut: The segment and the queries.
-        skipped: Rows of global tokens, before the others.
-        apart: Least distance of the rows of a pair.
-    """
-    rows, low, high = rows - skipped, _positive(low - skipped), _positive(high - skipped)
-    if not cut.is_causal and cut.near.window == 0:
-        return (high - low) * rows
-    before = _triangle(high - apart) - _triangle(low - apart)
-    return before if cut.is_causal else before + _triangle(rows - apart - low) - _triangle(rows - apart - high)
-
-
-def _positive(number: Any) -> Any:
-    """The number, or 0 if it is negative. Integers of Python remain such: pairs may be beyond 64 bits."""
-    return number * (number > 0)
-
-
-def _triangle(rows: Any) -> Any:
-    """The number of pairs of a causal square, 0 for a negative number of rows."""
-    return _positive(rows) * (rows + 1) // 2
-
-
 @recent(size=lambda pairs, cut: cut.nbytes)
 def pairs_by_rows(cut: CutSegments) -> Integers:
     """`(num_ranks,)` pairs if each rank computes its own outputs; those of global tokens count where their keys are."""
@@ -76,27 +51,9 @@ def pairs_by_rows(cut: CutSegments) -> Integers:
             pairs_before = (_pairs_before(cut, position, num_tokens, w, rate, offset) for position in (begin, end))
             np.add.at(pairs, ranks, -num_kv_heads * count * np.subtract(*pairs_before))
     if cut.near:
-        np.add.at(pairs, ranks, cut.num_branch_heads[-1] * count * _near_pairs(cut, begin, end, num_tokens))
+        near = cut.near.count_pairs(num_tokens, is_causal=cut.is_causal, begin=begin, end=end)
+        np.add.at(pairs, ranks, cut.num_branch_heads[-1] * count * near)
     return pairs
-
-
-def _near_pairs(cut: CutSegments, begin: Integers, end: Integers, num_tokens: Integers) -> Integers:
-    """The near pairs of one head that the holder of tokens `begin ... end` of a document compute."""
-    first = np.minimum(cut.near.global_tokens, num_tokens)
-    rest_begin, rest_end, rest = (np.maximum(position - first, 0) for position in (begin, end, num_tokens))
-    pairs = _window_pairs(rest_begin, rest_end, cut.near.window)
-    if cut.is_causal:  # queries see the global tokens up to their own
-        return pairs + _window_pairs(begin, end, first)
-    if cut.near.window:  # the keys after a query are those before it in the reverse order
-        pairs += _window_pairs(rest - rest_end, rest - rest_begin, cut.near.window) - (rest_end - rest_begin)
-    return pairs + first * (end - begin + rest_end - rest_begin)
-
-
-def _window_pairs(begin: Integers, end: Integers, size: int | Integers) -> Integers:
-    """The pairs of a causal window of one head whose queries are between two positions of a document."""
-    before, pairs = (causal_window_pairs(np.minimum(size, position), position) for position in (begin, end))
-    between: Integers = pairs - before
-    return between
 
 
 def _pairs_before(cut: CutSegments, position: Integers, num_tokens: Integers, w: Integers, rate: int, offset: int) -> Integers:
@@ -110,10 +67,11 @@ def _pairs_before(cut: CutSegments, position: Integers, num_tokens: Integers, w:
         return kept_below(np.clip(first - segment * w, 0, w), rate, offset)
 
     without = -(-first // w)  # segments that hold global tokens: only the last of them has other tokens
-    total: Integers = np.maximum(num_whole - without, 0) * _scored(rows, 0, rows, cut, apart=apart)
-    of_last = _scored(rows, 0, rows, cut, skipped=skipped(without - 1), apart=apart)
+    total: Integers = np.maximum(num_whole - without, 0) * far_pairs(rows, 0, rows, is_causal=cut.is_causal, apart=apart)
+    of_last = far_pairs(rows, 0, rows, is_causal=cut.is_causal, skipped=skipped(without - 1), apart=apart)
     total = total + np.where((without > 0) & (without <= num_whole), of_last, 0)
-    return total + _scored(last, 0, queries, cut, skipped=np.minimum(skipped(num_whole), last), apart=apart)
+    of_part = np.minimum(skipped(num_whole), last)
+    return total + far_pairs(last, 0, queries, is_causal=cut.is_causal, skipped=of_part, apart=apart)
 
 
 def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:
@@ -125,7 +83,7 @@ def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:
     rate, offset = cut.rates[branch], offsets[start[branch] + place]
     rows, skipped = (kept_below(slots, rate, offset) for slots in (size, segments.skipped[segment]))
     low, high = (np.minimum(kept_below(slot[part], rate, offset), rows) for slot in (parts.low, parts.high))
-    scored = _scored(rows, low, high, cut, skipped=skipped, apart=cut.apart[branch] // rate)
+    scored = far_pairs(rows, low, high, is_causal=cut.is_causal, skipped=skipped, apart=cut.apart[branch] // rate)
     np.add.at(pairs, parts.executor[part], scored)
     return pairs
 
@@ -199,7 +157,8 @@ def _parts_of_segment(
     rows = max(1, -(-size // rate) - start)  # of the first offset; others keep as many or one less
 
     def pairs_of(first: int, end: int) -> int:
-        return int(_scored(start + rows, start + first, start + end, cut, skipped=skipped, apart=apart))
+        queries = start + first, start + end
+        return int(far_pairs(start + rows, *queries, is_causal=cut.is_causal, skipped=skipped, apart=apart))
 
     shares = _shares([pairs[rank] for rank in ranks], tokens, pairs_of(0, rows) * len(heads))
     ends = _ends(np.array(shares), len(heads), rows, is_causal=cut.is_causal)
