@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,11 +80,8 @@ def mix(layers: Sequence[Sequence[PartialOutput]], q: Tensor, group: int, *, det
     out = lse.new_zeros(q.shape)
     for layer, weight in zip(layers, weights.detach() if detach_weights else weights):
         for place, out_i, _ in layer:
-            if by_index or isinstance(place, Scattered):
-                weight_i = read(weight[..., None], place, group=group)
-            else:
-                weight_i = box(weight[..., None], place, group=group)
-            out = _add(out, place, group, out_i.to(out.dtype) * weight_i, by_index)
+            get: Any = read if by_index or isinstance(place, Scattered) else box
+            out = _add(out, place, group, out_i.to(out.dtype) * get(weight[..., None], place, group=group), by_index)
     return out.to(q.dtype), lse[0].transpose(1, 2)
 
 

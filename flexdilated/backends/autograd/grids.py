@@ -23,7 +23,6 @@ from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import plan_pieces
 from flexdilated.core.tracing import is_symbolic
 
-Device = torch.device
 LEAST = 2  # rows and segments: with 1, the compiler would ask of every size whether it broadcasts
 LEAST_BLOCK = 64  # queries of a window
 LONGEST = 1 << 40  # tokens
@@ -116,42 +115,30 @@ def draw_grids(
     return [Grid(*indices[i : i + len(Grid._fields)]) for i in range(0, len(indices), len(Grid._fields))]
 
 
-@torch.library.custom_op("flexdilated::grids", mutates_args=())
-def _grids_op(
-    num_tokens: int, encoded_pattern: Sequence[int], heads: Sequence[int], is_causal: bool, parts: Sequence[int], device: Device
-) -> list[Tensor]:
-    if any(piece.zero_keys for piece in plan_pieces(decode(encoded_pattern), ((0, num_tokens),), heads[0], is_causal)):
-        refuse_zero_keys(num_tokens)
-    return _indices(num_tokens, encoded_pattern, heads, is_causal, parts, device)
-
-
-@_grids_op.register_fake
-def _(num_tokens: int, *options: Any) -> list[Tensor]:
-    new_size = partial(torch.library.get_ctx().new_dynamic_size, min=LEAST) if is_symbolic(num_tokens) else None
-    return _indices(num_tokens, *options, new_size=new_size)
-
-
 def _indices(
+    new_size: Callable[[], Any] | None,
     num_tokens: int,
     encoded_pattern: Sequence[int],
     heads: Sequence[int],
     is_causal: bool,
     parts: Sequence[int],
-    device: Device,
-    new_size: Callable[[], int] | None = None,
+    device: torch.device,
 ) -> list[Tensor]:
     """The fields of all grids, one after another; `new_size`: makes a symbol for a size that only the operator computes."""
     pattern, (kv_heads, first_head, num_held, group) = decode(encoded_pattern), heads
+    if new_size is None and any(piece.zero_keys for piece in plan_pieces(pattern, ((0, num_tokens),), kv_heads, is_causal)):
+        refuse_zero_keys(num_tokens)
     indices: list[Tensor] = []
     token, head = torch.arange(num_tokens, device=device)[:, None], torch.arange(num_held * group, device=device)
     for tile, count in zip(tiles(pattern, "grids", is_causal=is_causal), parts):
         run = tile.heads(pattern, kv_heads, range(first_head, first_head + num_held))
         if not run:
             continue
-        lanes, rows, first_key, keys = _size(tile, num_tokens, len(run), is_causal)
-        width = max(LEAST, ceil_div(rows * group, count))
-        if new_size is not None:
-            lanes, width, keys = new_size(), new_size(), new_size()
+        if new_size is None:
+            lanes, rows, first_key, keys = _size(tile, num_tokens, len(run), is_causal)
+            width = max(LEAST, ceil_div(rows * group, count))
+        else:
+            lanes, width, first_key, keys = new_size(), new_size(), 0, new_size()
         (length, rate), lane = tile.block, torch.arange(lanes, device=device)[:, None]
         offsets = torch.cat([torch.full((1,), pattern.offset(tile.branch, i, kv_heads), device=device) for i in run])
         first, kept = lane // len(run) * length, Kept(length, rate, offsets[lane % len(run)])
@@ -168,6 +155,20 @@ def _indices(
         row = kept.row(token) * group + head % group
         indices += [queries, query_head, is_unread, key.contiguous(), kv_head, is_ignored, lane, row, is_kept]
     return indices
+
+
+_grids_op: Any = torch.library.custom_op(
+    "flexdilated::grids",
+    lambda *arguments: _indices(None, *arguments),
+    mutates_args=(),
+    schema="(SymInt num_tokens, SymInt[] pattern, SymInt[] heads, bool is_causal, SymInt[] parts, Device device) -> Tensor[]",
+)
+
+
+@_grids_op.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    symbol = partial(torch.library.get_ctx().new_dynamic_size, min=LEAST)
+    return _indices(symbol if is_symbolic(arguments[0]) else None, *arguments)
 
 
 def num_parts(
