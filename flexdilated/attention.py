@@ -100,7 +100,7 @@ def dilated_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # no 0.0: dynamic=True makes floats inputs of a graph, and traces twice
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     score_mod: ScoreMod | None = None,

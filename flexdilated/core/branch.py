@@ -120,8 +120,7 @@ class Kept(NamedTuple):
     def _far_pairs(self, tokens: int, skipped: int, near: Near, *, is_causal: bool) -> int:
         """The number of far pairs of one segment whose first `skipped` tokens are global."""
         rows, skipped = self.rows(tokens), self.rows(min(skipped, tokens))
-        pairs: int = far_pairs(rows, 0, rows, is_causal=is_causal, skipped=skipped, apart=near.far_rows(self.rate))
-        return pairs
+        return int(far_pairs(rows, 0, rows, is_causal=is_causal, skipped=skipped, apart=near.far_rows(self.rate)))
 
     def longest_reach(self) -> int:
         """The largest distance between a query and a key that it sees, -1 if nothing is kept."""
@@ -168,10 +167,7 @@ def num_kept(length: int, rate: int, offset: int) -> int:
 def far_pairs(rows: Any, low: Any, high: Any, *, is_causal: bool, skipped: Any = 0, apart: Any = 0) -> Any:
     """The number of far pairs that the queries `low ... high` score in a segment of `rows` rows; numbers or arrays.
 
-    Args:
-        rows, low, high, is_causal: The segment and the queries.
-        skipped: Rows of global tokens, before the others.
-        apart: Least distance of the rows of a pair; 0 without a window.
+    `skipped`: rows of global tokens, before the others. `apart`: least distance of the rows of a pair, 0 without a window.
     """
     rows, low, high = rows - skipped, positive(low - skipped), positive(high - skipped)
     before = _triangle(high - apart) - _triangle(low - apart)

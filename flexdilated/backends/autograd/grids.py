@@ -207,10 +207,10 @@ def _level(parts: int) -> int:
     return (parts - 1).bit_length() + 1 >> 1
 
 
-def _size(tile: Tile, num_tokens: int, num_heads: int, is_causal: bool) -> tuple[int, int, int, int]:
-    """Lanes of `num_heads` key/value heads, rows of queries, the first row of keys, and the rows of keys of a tile's grid."""
+def _size(tile: Tile, num_tokens: int, num_kv_heads: int, is_causal: bool) -> tuple[int, int, int, int]:
+    """Lanes of `num_kv_heads` key/value heads, rows of queries, the first row of keys, and the rows of keys of a tile's grid."""
     length, rate = tile.block
-    lanes = max(LEAST, (1 if tile.is_first else ceil_div(num_tokens, length)) * num_heads)
+    lanes = max(LEAST, (1 if tile.is_first else ceil_div(num_tokens, length)) * num_kv_heads)
     rows = max(LEAST, ceil_div(min(length, num_tokens), rate))
     if tile.keys is not None:
         return lanes, rows, 0, max(LEAST, min(tile.keys.stop, num_tokens))

@@ -163,7 +163,8 @@ class PieceLoop:
         for x, first, layouts_of_x in rows:
             box, view, packed = layouts_of_x[slab.number]
             size, strides, start = view or box
-            tensors.append(x.as_strided(size, strides, first + start).reshape(packed))
+            part = x.as_strided(size, strides, first + start)
+            tensors.append(part if view else part.reshape(packed))
         if slab.options.ignored is not None:
             tensors[1:3] = (x.masked_fill(slab.options.ignored[:, None, :, None], 0.0) for x in tensors[1:3])
         if self._packs and tensors[1].shape[2] >= PACKED_ROWS:
@@ -179,25 +180,31 @@ class PieceLoop:
 
     def merge(self, slab: Slab, out: SlabRows, lse: SlabRows, out_i: Tensor, lse_i: Tensor) -> None:
         """Merge a slab's results, as a kernel gives them, into running results."""
+        out_layout, lse_layout = out.layouts[slab.number], lse.layouts[slab.number]
         if self._merging and (view := out.view(slab)) is not None:
             # The lse of several sequences has strides of its own for sequences and segments.
             apart, rows = lse.box(slab), lse.view(slab)
             into = apart.view(*apart.shape[:2], -1, apart.shape[5]) if rows is None else rows
             if self._launches(self._merging.merge_into, view, into, out_i, lse_i):
                 return
-        (size, strides, first), (lse_size, lse_strides, lse_first) = out.layouts[slab.number].box, lse.layouts[slab.number].box
-        rows, lse_rows = out.x.as_strided(size, strides, out.first + first), lse.x
-        merge_(rows, lse_rows.as_strided(lse_size, lse_strides, lse.first + lse_first), out_i.view(size), lse_i.view(lse_size))
+        if out_layout.view and lse_layout.view:
+            (size, strides, first), (lse_size, lse_strides, lse_first) = out_layout.view, lse_layout.view
+        else:
+            (size, strides, first), (lse_size, lse_strides, lse_first) = out_layout.box, lse_layout.box
+            out_i, lse_i = out_i.view(size), lse_i.view(lse_size)
+        rows = out.x.as_strided(size, strides, out.first + first)
+        merge_(rows, lse.x.as_strided(lse_size, lse_strides, lse.first + lse_first), out_i, lse_i)
 
     def add(self, slab: Slab, sums: Sequence[SlabRows], terms: Sequence[Tensor]) -> None:
         """Add a slab's gradients, as a kernel gives them, to running sums; the first pieces write every row."""
-        for rows, term in zip(sums, terms):
-            view = rows.view(slab) if self._merging and not slab.piece.covers else None
-            if view is not None and self._launches(self._merging.add_to, view, term):
-                continue
-            size, strides, start = rows.layouts[slab.number].box
-            box, term = rows.x.as_strided(size, strides, rows.first + start), term.view(size)
-            _ = box.copy_(term) if slab.piece.covers else box.add_(term)
+        for (x, first, layouts_of_x), term in zip(sums, terms):
+            box, view, _ = layouts_of_x[slab.number]
+            size, strides, start = view or box
+            rows, term = x.as_strided(size, strides, first + start), term if view else term.view(size)
+            if slab.piece.covers:
+                rows.copy_(term)
+            elif not (self._merging and view and self._launches(self._merging.add_to, rows, term)):
+                rows.add_(term)
 
     def _launches(self, run: Callable[..., None], *tensors: Tensor) -> bool:
         """Whether a Triton kernel could do it; if not, torch's operations do this and all that follows."""

@@ -79,9 +79,7 @@ def _chunks(piece: Piece, shares: bool) -> Iterator[Piece]:
     first, end = max(ceil_div(before, size), 0), max(min((piece.keys - after) // size, piece.rows // size), 0)
     first = min(first, end)
     apart = 1 if shares else ceil_div(size + before + after, size)
-    runs = [(chunk, 1, 1) for chunk in (*range(first), *range(end, count))]
-    if shares:
-        runs = [(0, first, 1), (end, count - end, 1)]
+    runs = [(0, first, 1), (end, count - end, 1)] if shares else [(chunk, 1, 1) for chunk in (*range(first), *range(end, count))]
     runs += [(first + i, 1, ceil_div(end - first - i, apart)) for i in range(min(apart, end - first))]
     for chunk, chunks, times in sorted(runs):
         start = chunk * size
