@@ -65,13 +65,13 @@ class Near(NamedTuple):
         By default all tokens. Pairs of global queries are computed where their keys are.
         """
         end, first = num_tokens if end is None else end, num_tokens - positive(num_tokens - self.global_tokens)
-        rest_begin, rest_end, rest = (positive(position - first) for position in (begin, end, num_tokens))
-        pairs = _window_pairs(rest_begin, rest_end, self.window)
+        local_begin, local_end, local = (positive(position - first) for position in (begin, end, num_tokens))
+        pairs = _window_pairs(local_begin, local_end, self.window)
         if is_causal:  # queries see the global tokens up to their own
             return pairs + _window_pairs(begin, end, first)
         if self.window:  # the keys after a query are those before it in the reverse order
-            pairs = pairs + _window_pairs(rest - rest_end, rest - rest_begin, self.window) - (rest_end - rest_begin)
-        return pairs + first * (end - begin + rest_end - rest_begin)
+            pairs = pairs + _window_pairs(local - local_end, local - local_begin, self.window) - (local_end - local_begin)
+        return pairs + first * (end - begin + local_end - local_begin)
 
 
 NONE = Near()

@@ -244,9 +244,9 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     check_mods(call.score_mod, call.mask_mod, q)  # again: without fullgraph the graph breaks above, and forgets what they read
     if key_padding_mask is not None:
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-    held = [tile for tile in tiles(pattern, "grids", is_causal=is_causal) if tile.heads(pattern, kv_heads, within)]
+    own_tiles = [tile for tile in tiles(pattern, "grids", is_causal=is_causal) if tile.heads(pattern, kv_heads, within)]
     with without_autocast(q.device):
-        results = [_attend_grid(q, k, v, tile=tile, grid=grid, call=call) for tile, grid in zip(held, grids)]
+        results = [_attend_grid(q, k, v, tile=tile, grid=grid, call=call) for tile, grid in zip(own_tiles, grids)]
         return mix_branches(results, q.dtype, detach_weights=pattern.detach_weights)
 
 

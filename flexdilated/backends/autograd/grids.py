@@ -61,33 +61,33 @@ class Tile(NamedTuple):
 def tiles(pattern: DilatedPattern, consumer: str, *, is_causal: bool) -> list[Tile]:
     """The tiles of a pattern. Blocks of a window: half its size, at least `LEAST_BLOCK` tokens."""
     segments, near = pattern.split(consumer)
-    found = [Tile(i, block, near) for i, block in enumerate(segments)]
+    all_tiles = [Tile(i, block, near) for i, block in enumerate(segments)]
     for i, branch in enumerate(pattern.branches):
         if isinstance(branch, Window):
             block = Segments(max(LEAST_BLOCK, ceil_div(branch.size, 2)), 1)
-            found.append(Tile(i, block, Near(global_tokens=near.global_tokens), window=branch))
+            all_tiles.append(Tile(i, block, Near(global_tokens=near.global_tokens), window=branch))
         elif isinstance(branch, GlobalTokens):
-            found.append(Tile(i, Segments(max(LEAST_BLOCK, branch.count), 1), keys=range(branch.count)))
+            all_tiles.append(Tile(i, Segments(max(LEAST_BLOCK, branch.count), 1), keys=range(branch.count)))
             if not is_causal:
-                found.append(Tile(i, Segments(branch.count, 1), keys=range(branch.count, LONGEST), is_first=True))
-    return found
+                all_tiles.append(Tile(i, Segments(branch.count, 1), keys=range(branch.count, LONGEST), is_first=True))
+    return all_tiles
 
 
-def locate(row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Tensor, Tensor]:
+def locate(row: Tensor, first: Tensor, kept_rows: Kept, num_tokens: int) -> tuple[Tensor, Tensor]:
     """The tokens of rows of segments that begin at `first`, and whether they are padding.
 
     Padding has some token of the same segment, as functions may expect.
     """
-    last = (first + kept.length).clamp(max=num_tokens) - 1
+    last = (first + kept_rows.length).clamp(max=num_tokens) - 1
     first = first.minimum(last)  # of segments that are padding; none of their rows is read
-    token = first + kept.offset + row * kept.rate
+    token = first + kept_rows.offset + row * kept_rows.rate
     return torch.where(token > last, first, token), token > last
 
 
-def locate_keys(tile: Tile, row: Tensor, first: Tensor, kept: Kept, num_tokens: int) -> tuple[Tensor, Tensor]:
+def locate_keys(tile: Tile, row: Tensor, first: Tensor, kept_rows: Kept, num_tokens: int) -> tuple[Tensor, Tensor]:
     """`(tokens, is_padding)` of the keys of blocks that begin at `first`. Padding has an arbitrary token."""
     if tile.window is None and tile.keys is None:
-        return locate(row, first, kept, num_tokens)
+        return locate(row, first, kept_rows, num_tokens)
     keys, token = (range(LONGEST), first + row) if tile.keys is None else (tile.keys, row.expand(first.shape[0], -1))
     return token.clamp(0, num_tokens - 1), (token < keys.start) | (token >= keys.stop) | (token >= num_tokens)
 
@@ -141,18 +141,18 @@ def _indices(
             lanes, width, first_key, keys = new_size(), new_size(), 0, new_size()
         (length, rate), lane = tile.block, torch.arange(lanes, device=device)[:, None]
         offsets = torch.cat([torch.full((1,), pattern.offset(tile.branch, i, kv_heads), device=device) for i in run])
-        first, kept = lane // len(run) * length, Kept(length, rate, offsets[lane % len(run)])
+        first, kept_rows = lane // len(run) * length, Kept(length, rate, offsets[lane % len(run)])
         query, kv_head = torch.arange(count * width, device=device), run.start - first_head + lane % len(run)
-        places = (*locate(query // group, first, kept, num_tokens), kv_head * group + query % group)
+        places = (*locate(query // group, first, kept_rows, num_tokens), kv_head * group + query % group)
         queries, is_unread, query_head = (x.unflatten(1, (count, width)).transpose(0, 1).contiguous() for x in places)
-        key, is_ignored = locate_keys(tile, first_key + torch.arange(keys, device=device), first, kept, num_tokens)
-        held = head // group + first_head
-        run_head = (held - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
-        kept = Kept(length, rate, offsets[run_head])
-        lane, is_kept = token // length * len(run) + run_head, kept.keeps(token) & (held == run.start + run_head)
+        key, is_ignored = locate_keys(tile, first_key + torch.arange(keys, device=device), first, kept_rows, num_tokens)
+        kv_head_of_query = head // group + first_head
+        run_head = (kv_head_of_query - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
+        kept_rows = Kept(length, rate, offsets[run_head])
+        lane, is_kept = token // length * len(run) + run_head, kept_rows.keeps(token) & (kv_head_of_query == run.start + run_head)
         if tile.is_first:
             lane, is_kept = run_head.repeat(num_tokens, 1), is_kept & (token < length)
-        row = kept.row(token) * group + head % group
+        row = kept_rows.row(token) * group + head % group
         indices += [queries, query_head, is_unread, key.contiguous(), kv_head, is_ignored, lane, row, is_kept]
     return indices
 

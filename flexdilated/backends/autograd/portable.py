@@ -91,13 +91,13 @@ def _attend_tile(
     softmax = torch.arange(batch_size * num_segments * lanes, device=device)[:, None]  # (Z, 1): batch, segment, lane
     lane, batch = softmax % lanes, softmax // (num_segments * lanes)
     start = (softmax // lanes - batch * num_segments) * length  # not by %: the ONNX exporter has none for symbols
-    kept, row = Kept(length, rate, offset[lane]), torch.arange(num_rows, device=device)
+    kept_rows, row = Kept(length, rate, offset[lane]), torch.arange(num_rows, device=device)
     low, high = (0, 0) if tile.window is None else tile.window.band(is_causal=op_options.is_causal)
     key_row = torch.arange(low, num_rows + high, device=device)
     if tile.keys is not None:
         key_row = torch.arange(num_tokens + 2 if tile.keys.stop == LONGEST else tile.keys.stop, device=device)
-    places = locate(row, start, kept, num_tokens)  # (Z, R)
-    token, is_padding = locate_keys(tile, key_row, start, kept, num_tokens)
+    places = locate(row, start, kept_rows, num_tokens)  # (Z, R)
+    token, is_padding = locate_keys(tile, key_row, start, kept_rows, num_tokens)
     pairs = places[0][:, :, None], token[:, None]
     query, key = (row[:, None], key_row) if tile.keys is None else pairs
 

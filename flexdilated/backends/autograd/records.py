@@ -127,9 +127,9 @@ class _Record(TorchDispatchMode):
         self._steps.append((replayed, *inputs, tree_map_only(Tensor, self._slots.__getitem__, result)))
         return result
 
-    def replay(self, held: Sequence[Tensor], *arguments: Tensor) -> Tensor:
-        """The result again, differentiable in the arguments and in `held`, which replaces the values of `self.held`."""
-        values: dict[int, Tensor] = dict(enumerate(arguments)) | dict(zip(self.held, held))
+    def replay(self, tensors: Sequence[Tensor], *arguments: Tensor) -> Tensor:
+        """The result again, differentiable in the arguments and in `tensors`, which replace the values of `self.held`."""
+        values: dict[int, Tensor] = dict(enumerate(arguments)) | dict(zip(self.held, tensors))
         for func, args, kwargs, results, unused in self._steps:
             args, kwargs = tree_map_only(_Slot, values.__getitem__, (args, kwargs))
             result = func(*args, **kwargs)
@@ -174,17 +174,17 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
     with torch.no_grad():
         results = attend(*tensors, call.replaced(**records))
 
-    def recompute(tensors: Sequence[Tensor | None], held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def recompute(tensors: Sequence[Tensor | None], held_tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         functions: dict[str, Any] = {}
         start = 0
         for name, record in records.items():
-            functions[name] = partial(record.replay, held[start : start + len(record.held)])
+            functions[name] = partial(record.replay, held_tensors[start : start + len(record.held)])
             start += len(record.held)
         with without_autocast(device, traced_before=True), _drawing_from(state, device):
             return attend(*tensors, call.replaced(**functions))
 
-    held = [x for record in records.values() for x in record.held.values()]
-    out, lse = _Recomputed.apply(recompute, results, len(tensors), *tensors, *held)
+    held_tensors = [x for record in records.values() for x in record.held.values()]
+    out, lse = _Recomputed.apply(recompute, results, len(tensors), *tensors, *held_tensors)
     return out, lse
 
 

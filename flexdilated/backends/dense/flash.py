@@ -40,10 +40,10 @@ HEAD_DIMS_4, ANY_HEAD_DIM_VERSION_4 = (32, 64, 96, 128, 192, 256), (4, 0, 0, 31)
 def _installed(distribution: str) -> tuple[int, ...] | None:
     """The numbers of a version: `4.0.0b36` is `(4, 0, 0, 36)`. Both packages have the import name `flash_attn`."""
     try:
-        found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:b(\d+))?", version(distribution))
+        match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:b(\d+))?", version(distribution))
     except PackageNotFoundError:
         return None
-    return None if found is None else tuple(int(part) for part in found.groups() if part is not None)
+    return None if match is None else tuple(int(part) for part in match.groups() if part is not None)
 
 
 # Asked once: metadata cannot be traced by torch.compile.

@@ -18,7 +18,7 @@ from flexdilated.core.pieces import UNBOUNDED, Piece
 LEAST_CHUNK, MOST_CHUNK, LONG = 64, 512, 2048
 
 
-@recent(size=lambda found, *arguments, **options: PIECE_BYTES * len(found))
+@recent(size=lambda cut, *arguments, **options: PIECE_BYTES * len(cut))
 def dense_pieces(pieces: tuple[Piece, ...], windows: Windows, alone: bool = False) -> tuple[Piece, ...]:
     """Cut pieces for kernels whose causal masks have as many queries as keys, and whose bands are as `windows` says.
 
@@ -28,22 +28,22 @@ def dense_pieces(pieces: tuple[Piece, ...], windows: Windows, alone: bool = Fals
         alone: Whether each query must have all keys of its piece in one of the cut pieces, so that their lse is that of the piece.
             The kernel then takes every band, and chunks may share keys: only windows are cut, to skip pairs.
     """
-    found: list[Piece] = []
+    cut: list[Piece] = []
     covered = written = True
     for piece in pieces:
         is_square, masked = piece.rows == piece.keys, windows == "mask" and (alone or -piece.low < LONG)
         if (piece.low == -UNBOUNDED or piece.high == UNBOUNDED) if alone else _fits(piece, windows):
-            found.append(piece)
+            cut.append(piece)
         elif not masked and is_square and -piece.rows < piece.low <= 0 and piece.high in (0, -piece.low):
-            found += _triangles(piece)
+            cut += _triangles(piece)
         else:
-            found += _chunks(_trimmed(piece), alone) if masked and piece.is_banded else _cut(piece)
+            cut += _chunks(_trimmed(piece), alone) if masked and piece.is_banded else _cut(piece)
             covered = covered and not piece.covers
             written = written and not (piece.writes and piece.is_banded and not masked)
     # Either all pieces of the first branch cover, or none.
     if covered and written:
-        return tuple(found)
-    return tuple(piece._replace(covers=piece.covers and covered, writes=piece.writes and written) for piece in found)
+        return tuple(cut)
+    return tuple(piece._replace(covers=piece.covers and covered, writes=piece.writes and written) for piece in cut)
 
 
 def _fits(piece: Piece, windows: Windows) -> bool:
@@ -99,22 +99,22 @@ def _triangles(piece: Piece) -> Iterator[Piece]:
     these pairs are a causal mask in reverse row order.
     """
     size, is_causal = 1 - piece.low, piece.high == 0
-    count, rest = divmod(piece.rows, size)
+    count, remainder = divmod(piece.rows, size)
     itself = piece._replace(low=-UNBOUNDED, high=0 if is_causal else UNBOUNDED)
-    whole, causal, mirrored = (
+    dense, causal, mirrored = (
         piece._replace(covers=False, writes=False, low=low, high=high)
         for low, high in ((-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (0, UNBOUNDED))
     )
-    last, shared = count * size, min(rest, size - 1)
+    last, shared = count * size, min(remainder, size - 1)
     yield from _boxes(itself, (0, size), (0, size), count, size)
-    yield from _boxes(itself, (last, rest), (last, rest))
+    yield from _boxes(itself, (last, remainder), (last, remainder))
     yield from _boxes(mirrored, (size, size - 1), (1, size - 1), count - 1, size)
     yield from _boxes(mirrored, (last, shared), (last - size + 1, shared))
-    yield from _boxes(whole, (last, shared), (last - size + 1 + shared, size - 1 - shared))
+    yield from _boxes(dense, (last, shared), (last - size + 1 + shared, size - 1 - shared))
     if not is_causal:
         yield from _boxes(causal, (1, size - 1), (size, size - 1), count - 1, size)
         yield from _boxes(causal, (last - size + 1, shared), (last, shared))
-        yield from _boxes(whole, (last - size + 1 + shared, size - 1 - shared), (last, shared))
+        yield from _boxes(dense, (last - size + 1 + shared, size - 1 - shared), (last, shared))
 
 
 class Block(NamedTuple):
@@ -143,12 +143,12 @@ def band_blocks(queries: tuple[int, int], keys: tuple[int, int], band: tuple[int
         # Keys before `early` have left the band of some queries; all queries see those before `late`; the rest have yet to enter.
         early = within(end + low, *keys)
         late = within(first + high, early, keys[1])
-        some, last = (within(key - low, first, end) for key in (keys[0], early))
-        blocks.append(Block(slice(first, some), slice(keys[0], early)))
-        blocks.append(Block(slice(some, last), slice(some + low, last + low), band=(0, last - some - 1)))
+        middle, last = (within(key - low, first, end) for key in (keys[0], early))
+        blocks.append(Block(slice(first, middle), slice(keys[0], early)))
+        blocks.append(Block(slice(middle, last), slice(middle + low, last + low), band=(0, last - middle - 1)))
         blocks.append(Block(slice(first, end), slice(early, late)))
-        some, last = (within(key - high, first, end) for key in (late, keys[1]))
-        blocks.append(Block(slice(some, last), slice(some + high, last + high), is_causal=True))
+        middle, last = (within(key - high, first, end) for key in (late, keys[1]))
+        blocks.append(Block(slice(middle, last), slice(middle + high, last + high), is_causal=True))
         blocks.append(Block(slice(last, end), slice(late, keys[1])))
     return tuple(block for block in blocks if block.rows.start < block.rows.stop and block.columns.start < block.columns.stop)
 
