@@ -188,7 +188,7 @@ def test_a_saved_classifier_classifies_as_before_and_commands_draw_its_classes(
     tiles = write_trident(tmp_path, "slide", x, coords)
     fixed = (tiles, f"--weights={path}", "--device=cpu")  # the file says the architecture and the width of a tile
     for name, share in zip(classes, logits.softmax(-1)[0].tolist()):
-        code, out, err = invoke("slides", "map", *fixed, "--class", name, f"--output={tmp_path / 'map.csv'}")
+        code, out, err = invoke("slides", "map", *fixed, "--class", name, f"--output={tmp_path / 'map.csv'}", "--overwrite")
         assert (code, err) == (0, "")
         assert out == f"wrote 1 map of 23 tiles to '{tmp_path / 'map.csv'}'; probability of '{name}': {share:.1%}\n"
     assert invoke("slides", "map", *fixed, "--class", "grey $", f"--output={tmp_path / 'map.png'}")[::2] == (0, "")

@@ -154,7 +154,7 @@ def test_commands_take_a_window() -> None:
     code, out, _ = invoke("choose", "--tokens", 64, "--window", 3, "--heads", 2)
     assert code == 0
     assert "DilatedPattern(window=3)\n" in out
-    assert "#w=&r=&window=3&N=64&" in out
+    assert "flexdilated explorer 'w=&r=&window=3&N=64&" in out
     assert invoke("choose", "--tokens", 64, "--window", 0)[0] == 2
     code, out, _ = invoke("show", *small, "--causal", "--global-tokens", 2)
     assert (code, out.splitlines()[0]) == (0, "segment lengths 8, 16 · dilation rates 1, 2 · window 3 · global tokens 2")
