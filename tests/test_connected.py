@@ -225,7 +225,7 @@ LOSSY = DilatedPattern((4, 8), (1, 2))
 TEXT = (
     r"^pattern with segments \(4, 8\) at rates \(1, 2\) is not connected: not all information from tokens 0 to 7 reaches the "
     r"tokens from 8 on; add a window, use DilatedPattern\.causal\(seq_len, 2\), or add a branch as long as the sequence at a rate "
-    r"of at most 2$"
+    r"of at most 2 that divides the 2 key/value heads$"
 )
 
 

@@ -91,9 +91,9 @@ def _sizes(path: Path, tokens: int | None, heads: int | None, kv_heads: int | No
     file = path / "config.json" if path.is_dir() else path
     try:
         config = {**json.loads(file.read_text(encoding="utf-8"))}
+        config |= config.get("text_config") or {}  # of models of text and pictures
     except (TypeError, ValueError) as error:
         refuse(f"--from-config must be a config.json of the transformers library, got '{file}': {first_line(error)}")
-    config |= config.get("text_config") or {}  # of models of text and pictures
 
     def read(option: str, *keys: str) -> int:
         key = next((key for key in keys if key in config), keys[0])
@@ -103,8 +103,12 @@ def _sizes(path: Path, tokens: int | None, heads: int | None, kv_heads: int | No
             refuse(f"--from-config must hold an integer of at least 1 as {key}, got {config[key]!r} in '{file}'; use {option}")
         return config[key]
 
-    if kv_heads is None and heads is None and config.get("num_key_value_heads") is not None:
-        kv_heads = read("--kv-heads", "num_key_value_heads")
+    if kv_heads is None:
+        keys = [key for key in ("num_key_value_heads", "num_kv_heads") if config.get(key) is not None]
+        if config.get("multi_query") is True and not config.get("new_decoder_architecture"):  # of Falcon and StarCoder
+            kv_heads = 1
+        elif keys:
+            kv_heads = read("--kv-heads", *keys)
     tokens = read("--tokens", "max_position_embeddings", "n_positions") if tokens is None else tokens
     return tokens, read("--heads", "num_attention_heads", "n_head") if heads is None else heads, kv_heads
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import webbrowser
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,7 +18,11 @@ FILES = Path(__file__).parents[1] / "explorer"
 
 
 class _Files(SimpleHTTPRequestHandler):
-    """The files of the page, without a line on standard error for each request."""
+    """The files of the page, without a line on standard error for each request or connection that a browser drops."""
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):
+            super().handle()
 
     def log_message(self, *_: object) -> None:
         pass

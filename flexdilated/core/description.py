@@ -11,27 +11,55 @@ CPU_TOKENS, GPU_TOKENS = {True: 250, False: 500}, 8192
 def reads(pattern: Any, num_tokens: int, num_kv_heads: int, *, is_causal: bool) -> str:
     """What each token reads in one layer."""
     segments, near = pattern.split("describe")
-    if not near and [(min(length, num_tokens), rate) for length, rate in segments] == [(num_tokens, 1)]:
+    branches = [(min(length, num_tokens), rate) for length, rate in segments]
+    if max(near) >= num_tokens or (not near and branches == [(num_tokens, 1)]):
         return f"Dense attention: every token reads {'itself and all tokens before it' if is_causal else 'all tokens'}."
-    heads, readers = ("each head", "") if pattern.heads == "all" else ("the heads of its branch", " in the heads of its branch")
-    near_tokens = [f"a window of {near.window:,} tokens"] if near.window else []
-    near_tokens += [f"the first {near.global_tokens}{'' if near.window else ' tokens'}"] if near.global_tokens else []
-    near_tokens += [f"its segment of {min(length, num_tokens):,} tokens{readers}" for length, rate in segments if rate == 1]
-    text = [f"Each token reads {' and '.join(near_tokens)}."] if near_tokens else []
-    lengths = {far: [length for length, rate in segments if rate == far] for _, far in segments if far > 1}
-    parts = [
-        f"1 in {rate} of all {num_tokens:,} tokens"
-        if max(far) >= num_tokens
-        else f"1 in {rate} of the tokens of segments of {' and '.join(f'{length:,}' for length in far)}"
-        for rate, far in lengths.items()
-    ]
-    count = ""
-    if len(parts) == 1 and pattern.heads == "all" and num_kv_heads % (rate := max(lengths)) == 0:
-        sharing = num_kv_heads // rate
-        count = f"; {sharing} heads keep the same tokens" if sharing > 1 else "; each head keeps other tokens"
-    if parts:
-        text.append(f"In {heads}, {', '.join(parts)}{' also' if near_tokens else ''} read each other{count}.")
+    near_tokens = _window(near.window, is_causal=is_causal)
+    first = "the first token" if near.global_tokens == 1 else f"the first {near.global_tokens:,} tokens"
+    near_tokens += [first.removesuffix(" tokens") if near.window > 1 and is_causal else first] if near.global_tokens else []
+    text = [f"T{first[1:]} read{'s' * (near.global_tokens == 1)} all tokens."] * (near.global_tokens > 0 and not is_causal)
+    if pattern.heads == "all":
+        near_tokens += dict.fromkeys(f"its segment of {length:,} tokens" for length, rate in branches if rate == 1)
+        text += _far("each head", branches, num_tokens, also=bool(near_tokens))
+        rates = {rate for _, rate in branches if rate > 1}
+        if len(rates) == 1 and num_kv_heads % (rate := max(rates)) == 0:
+            sharing = num_kv_heads // rate
+            count = f"{sharing} key/value heads keep the same tokens" if sharing > 1 else "each key/value head keeps other tokens"
+            text[-1] = f"{text[-1][:-1]}; {count}."
+    else:
+        for i, branch in enumerate(branches):
+            heads = pattern.head_range(i, num_kv_heads)
+            name = f"key/value heads {heads[0]} to {heads[-1]}" if len(heads) > 1 else f"key/value head {heads[0]}"
+            also = " also" if near_tokens else ""
+            text += [f"In {name}, each token{also} reads its segment of {branch[0]:,} tokens."] * (branch[1] == 1)
+            text += _far(name, [branch], num_tokens, also=bool(near_tokens))
+    listed = " and ".join([", ".join(near_tokens[:-1])] * (len(near_tokens) > 1) + near_tokens[-1:])
+    text = [f"Each token reads {listed}."] * bool(near_tokens) + text
     return " ".join([*text, *(["No token reads a later one."] if is_causal else [])])
+
+
+def _window(window: int, *, is_causal: bool) -> list[str]:
+    """The tokens of a window, which lie on both sides of a query that is not causal."""
+    if window > 1 and is_causal:
+        return [f"a window of {window:,} tokens"]
+    sides = f"{window - 1:,} token{'s' * (window > 2)} on each side"
+    return ["itself"] * (window > 0) + [sides] * (window > 1)
+
+
+def _far(heads: str, branches: list[tuple[int, int]], num_tokens: int, *, also: bool) -> list[str]:
+    """One sentence for branches of which the same heads keep every r-th token, if there are any."""
+    lengths: dict[int, dict[int, None]] = {}
+    for length, rate in branches:
+        lengths.setdefault(rate, {})[length] = None
+    parts = []
+    for rate, far in lengths.items():
+        if rate > 1 and num_tokens in far and not any(length % rate for length in far if length < num_tokens):
+            parts.append(f"1 in {rate} of all {num_tokens:,} tokens")
+        elif rate > 1:
+            parts.append(f"1 in {rate} of the tokens of segments of {' and '.join(f'{length:,}' for length in far)}")
+    these = "these tokens" if len(parts) > 1 else parts[0] if parts else ""
+    listed = f": {'; '.join(parts)}" if len(parts) > 1 else ""
+    return [f"In {heads}, {these}{' also' if also else ''} read each other{listed}."] * bool(parts)
 
 
 def why_not_connected(pattern: Any, num_tokens: int, num_kv_heads: int) -> str | None:
@@ -39,8 +67,10 @@ def why_not_connected(pattern: Any, num_tokens: int, num_kv_heads: int) -> str |
     boundary = pattern.first_uncrossed_boundary(num_tokens, num_kv_heads)
     if boundary is None:
         return None
-    rate = min((pattern.run_of_neighbours + 1) // 2, num_kv_heads)
-    cure = f", or add a branch as long as the sequence at a rate of at most {rate}" if pattern.heads == "all" and rate > 1 else ""
+    most = min((pattern.run_of_neighbours + 1) // 2, num_kv_heads)
+    rate = max(rate for rate in range(1, most + 1) if num_kv_heads % rate == 0)  # other rates may leave tokens without a head
+    far = f"a branch as long as the sequence at a rate of at most {rate} that divides the {num_kv_heads} key/value heads"
+    cure = f", or add {far}" if pattern.heads == "all" and rate > 1 else ""
     return (
         f"not connected: not all information from tokens 0 to {boundary - 1} reaches the tokens from {boundary} on; "
         f"add a window{',' if cure else ' or'} use DilatedPattern.causal(seq_len, {num_kv_heads}){cure}"
@@ -58,21 +88,24 @@ def describe(pattern: Any, num_tokens: int, num_kv_heads: int, *, is_causal: boo
     pattern.check_heads(num_kv_heads)
     pairs = pattern.count_pairs(num_tokens, num_kv_heads, is_causal=is_causal)
     dense = num_kv_heads * num_tokens * (num_tokens + 1) // 2 if is_causal else num_kv_heads * num_tokens**2
-    longest = max(pattern.segment_lengths, default=0)
+    longest, near = max(pattern.segment_lengths, default=0), pattern.split("describe")[1]
     length = f"The longest segment has {longest:,} of {num_tokens:,} tokens" if longest else "There are no segments"
-    lost = [str(r) for i, r in enumerate(pattern.dilation_rates) if len(pattern.kept_offsets(i, num_kv_heads)) < r]
+    kept = [(r, pattern.kept_offsets(i, num_kv_heads)) for i, r in enumerate(pattern.dilation_rates)]
+    lost = [str(r) for r, offsets in kept if offsets.start > 0 or offsets.stop < min(r, num_tokens)]
     cure = f"; use rates that divide the {num_kv_heads} key/value heads" if pattern.heads == "all" else ""
     limit = CPU_TOKENS[num_kv_heads >= 8]
     short = f"Too short: dense attention is faster on a CPU below about {limit} tokens, and on a GPU below several thousand."
     long = "Long enough for a CPU; on a GPU dense attention is faster below several thousand tokens."
+    speed = short if num_tokens < limit else long if num_tokens < GPU_TOKENS else "Long enough to be faster than dense attention."
+    whole = "The longest segment holds the sequence." if longest >= num_tokens else "Each token reads the whole sequence."
     sentences = [
         f"{100 * pairs / dense:.3g} % of dense attention.",
         reads(pattern, num_tokens, num_kv_heads, is_causal=is_causal),
-        "The longest segment holds the sequence." if longest >= num_tokens else f"{length}: add one as long as the sequence.",
-        f"No head keeps some tokens at rate {', '.join(lost)}{cure}."
+        whole if max(longest, *near) >= num_tokens else f"{length}: add one as long as the sequence.",
+        f"Some tokens are kept by no head at rate {', '.join(lost)}{cure}."
         if lost
-        else "Each remainder of positions has a key/value head, at every rate.",
-        short if num_tokens < limit else long if num_tokens < GPU_TOKENS else "Long enough to be faster than dense attention.",
+        else "Every token is kept by some head at every rate.",
+        speed if pairs < dense else "Not faster than dense attention: it computes as many pairs or more.",
     ]
     if is_causal:
         text = connection(pattern, num_tokens, num_kv_heads)

@@ -20,7 +20,7 @@ def test_prints_lines_of_python_with_sentences_and_addresses() -> None:
         "",
         "1  DilatedPattern((16, 512), (1, 4))",
         "   9.6 % of dense attention. Each token reads its segment of 16 tokens. In each head, 1 in 4 of all 512 tokens also read "
-        "each other; 2 heads keep the same tokens. No token reads a later one.",
+        "each other; 2 key/value heads keep the same tokens. No token reads a later one.",
         "   flexdilated explorer 'w=16,512&r=1,4&N=512&H=16&KV=8&causal=1&query=511&heads=all&offsets=blocked'",
     ]
     assert lines[-3] == "6  DilatedPattern((64, 256), (1, 4), offsets='interleaved')"
@@ -50,6 +50,7 @@ def test_refuses_in_one_line(arguments: tuple[object, ...], message: str) -> Non
     assert refused("choose", "--tokens", 9, *arguments).startswith(message)
 
 
+FALCON = {"num_attention_heads": 8, "num_kv_heads": 8, "max_position_embeddings": 300, "multi_query": True}
 LLAMA = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 512}
 
 
@@ -61,7 +62,11 @@ LLAMA = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embe
         ({**LLAMA, "num_key_value_heads": None}, [], "512 tokens, 16 heads,"),
         ({"n_head": 4, "n_positions": 256}, [], "256 tokens, 4 heads,"),
         (LLAMA, ["--tokens", 300, "--kv-heads", 4], "300 tokens, 16 heads, 4 key/value heads,"),
-        ({"num_key_value_heads": 8}, ["--tokens", 300, "--heads", 12], "300 tokens, 12 heads,"),
+        ({"num_key_value_heads": 8}, ["--tokens", 300, "--heads", 24], "300 tokens, 24 heads, 8 key/value heads,"),
+        (FALCON, [], "300 tokens, 8 heads, 1 key/value head,"),
+        ({**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}, [], "300 tokens, 8 heads, 2 key/value heads,"),
+        ({**FALCON, "num_kv_heads": 8, "multi_query": False}, [], "300 tokens, 8 heads,"),
+        ({"n_head": 4, "n_positions": 256, "multi_query": True}, [], "256 tokens, 4 heads, 1 key/value head,"),
     ],
 )
 def test_sizes_come_from_a_config_where_no_option_says(
@@ -79,6 +84,10 @@ def test_sizes_come_from_a_config_where_no_option_says(
     [
         ("{", "--from-config must be a config.json of the transformers library, got '{file}': Expecting property name"),
         ("[]", "--from-config must be a config.json of the transformers library, got '{file}': 'list' object is not a mapping"),
+        (
+            '{"text_config": 5}',
+            "--from-config must be a config.json of the transformers library, got '{file}': 'int' object is not",
+        ),
         ("{}", "--from-config must hold max_position_embeddings or n_positions, got none in '{file}'; use --tokens"),
         ('{"n_positions": 9}', "--from-config must hold num_attention_heads or n_head, got none in '{file}'; use --heads"),
         (

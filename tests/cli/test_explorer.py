@@ -3,6 +3,7 @@
 import _thread
 import re
 import socket
+import struct
 import webbrowser
 from http.server import ThreadingHTTPServer
 from urllib.request import urlopen
@@ -40,6 +41,18 @@ def test_without_a_browser_prints_the_address_only(monkeypatch: pytest.MonkeyPat
     code, out, _ = invoke("explorer", "--no-browser")
     assert code == 0
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\n", out)
+
+
+def test_a_connection_that_the_browser_drops_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop(address: str) -> None:
+        with socket.create_connection(("127.0.0.1", int(re.findall(r":(\d+)/", address)[0]))) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset when it closes
+        urlopen(address).close()  # after which the server has seen the reset
+        _thread.interrupt_main()
+
+    monkeypatch.setattr(webbrowser, "open", drop)
+    code, _, err = invoke("explorer")
+    assert (code, err) == (0, "Ctrl-C ends the server.\n\n")
 
 
 def test_refuses_a_port_in_use() -> None:
