@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flexdilated.core.pattern import DilatedPattern as DilatedPattern
     from flexdilated.decode import DilatedKVCache as DilatedKVCache
     from flexdilated.draw.map import draw_attention_map as draw_attention_map
-    from flexdilated.draw.pattern import draw
+    from flexdilated.draw.pattern import draw as _draw
     from flexdilated.maps import attention_map as attention_map
     from flexdilated.masks import create_dilated_block_mask as create_dilated_block_mask
     from flexdilated.masks import dilated_mask_mod as dilated_mask_mod
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flexdilated.nn import MultiheadDilatedAttention as MultiheadDilatedAttention
     from flexdilated.tuning import tune as tune
 
-    draw_pattern = draw
+    draw_pattern = _draw
 else:
     # Where running programs find the names above.
     _NAMES = {

@@ -136,3 +136,11 @@ def test_heads_before_tokens_are_named_where_shapes_show_them() -> None:
         dilated_attention(q, q, q, pattern, key_padding_mask=mask)
     with pytest.raises(ValueError, match=r"k must match q in B, N and D, q=\(2, 13, 6, 5\), got \(2, 11, 6, 5\)$"):
         dilated_attention(x, x[:, :11], x, pattern)
+
+
+def test_names_for_type_checkers_hide_no_submodule() -> None:
+    package = Path(flexdilated.__file__).parent
+    imports = [node for node in ast.walk(ast.parse((package / "__init__.py").read_text())) if isinstance(node, ast.ImportFrom)]
+    names = {alias.asname or alias.name for node in imports for alias in node.names}
+    assert "DilatedPattern" in names
+    assert not [name for name in names if (package / name).is_dir() or (package / f"{name}.py").exists()]
