@@ -86,7 +86,7 @@ def about(device: str, words: Sequence[str], commit: str | None, program: str = 
 
 
 def merged(kept: list[dict[str, Any]], measured: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """Kept entries with those measured: settings and backends not measured again stay. Whether none did."""
+    """`(entries, is_replaced)`: the kept entries, updated by the measured ones; `is_replaced`: no kept value remains."""
     found = {tuple(entry[name] for name in SETTING): entry for entry in kept}
     new = {tuple(entry[name] for name in SETTING): entry for entry in measured}
     replaced = all(key in new and set(found[key]) <= set(new[key]) for key in found)

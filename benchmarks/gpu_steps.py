@@ -355,7 +355,7 @@ def write_kept(
 
 
 def ran(report: Report, dtypes: Sequence[str]) -> list[dict[str, str]]:
-    """The forms that were right and timed, as `measured.json` lists them; each dtype of a timed backend was compared with sdpa."""
+    """The entries of `checks` in `measured.json`: forms that are correct and timed, once per dtype compared with sdpa."""
     proven = []
     for backend in PROVEN:
         for form in FORMS:

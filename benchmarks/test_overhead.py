@@ -138,18 +138,18 @@ def test_few_tokens(benchmark: Any, sizes: Sizes, record: Callable[..., None]) -
 def test_own_python(
     benchmark: Any, sizes: Sizes, record: Callable[..., None], monkeypatch: pytest.MonkeyPatch, views: bool
 ) -> None:
-    """A second call whose kernels return at once, against one call of SDPA; `views`: as on a GPU, whose merging kernels too."""
+    """A call whose kernels compute nothing, against a call of SDPA. `views`: views and empty merging kernels, as on a GPU."""
     shape = (1, FEW_TOKENS, FEW_HEADS, SMALL_HEAD_DIM)
     leaves, dout = [torch.randn(shape, requires_grad=True) for _ in range(3)], torch.randn(shape)
     dense_leaves = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in leaves]
     dense_dout = dout.transpose(1, 2).contiguous()
-    memory = cache(torch.zeros)
+    zeros = cache(torch.zeros)
 
-    def instant(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        return memory(q.shape), memory(q.shape[:3])
+    def empty_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        return zeros(q.shape), zeros(q.shape[:3])
 
-    def instant_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, options: Options) -> tuple[Tensor, ...]:
-        return memory(q.shape), memory(k.shape), memory(v.shape)
+    def empty_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, options: Options) -> tuple[Tensor, ...]:
+        return zeros(q.shape), zeros(k.shape), zeros(v.shape)
 
     def ours() -> Tensor:
         return dilated_attention(*leaves, FEW_TOKENS_PATTERN)
@@ -157,34 +157,34 @@ def test_own_python(
     def dense() -> Tensor:
         return F.scaled_dot_product_attention(*dense_leaves)
 
-    def both() -> object:
+    def ours_with_backward() -> object:
         return torch.autograd.grad(ours(), leaves, dout)
 
-    kernels = [replace(kernel, run_forward=instant, run_backward=instant_backward) for kernel in sdpa.KERNELS]
+    kernels = [replace(kernel, run_forward=empty_forward, run_backward=empty_backward) for kernel in sdpa.KERNELS]
     monkeypatch.setattr(sdpa, "KERNELS", tuple(kernels))
     if views:
-        nothing = SimpleNamespace(merge_into=lambda *tensors: None, add_to=lambda *tensors: None)
+        no_merging = SimpleNamespace(merge_into=lambda *tensors: None, add_to=lambda *tensors: None)
         monkeypatch.setattr(piece_loop, "packs", lambda device: False)
-        monkeypatch.setattr(piece_loop, "merging", lambda request: nothing)
-    benchmark(both)
+        monkeypatch.setattr(piece_loop, "merging", lambda request: no_merging)
+    benchmark(ours_with_backward)
     rounds = 4 if sizes.quick else 100
     name = f"overhead/own Python over SDPA/{'views' if views else 'packed'}"
     record(
         Ratio(f"{name}/forward/N={FEW_TOKENS}", processor_ratio(ours, dense, rounds=rounds), 4.0 if views else 5.5, "lower"),
         Ratio(
             f"{name}/forward+backward/N={FEW_TOKENS}",
-            processor_ratio(both, lambda: torch.autograd.grad(dense(), dense_leaves, dense_dout), rounds=rounds),
+            processor_ratio(ours_with_backward, lambda: torch.autograd.grad(dense(), dense_leaves, dense_dout), rounds=rounds),
             3.0 if views else 4.0,
             "lower",
         ),
         shape=shape,
         dtype=torch.float32,
-        microseconds=[1e6 * processor_seconds(work, rounds=rounds) for work in (ours, both)],
+        microseconds=[1e6 * processor_seconds(work, rounds=rounds) for work in (ours, ours_with_backward)],
     )
 
 
 def test_kept_outputs_of_branches(benchmark: Any, sizes: Sizes, record: Callable[..., None]) -> None:
-    """`detach_weights` with the outputs of branches kept for the backward, against computing them again: time, and bytes kept."""
+    """`detach_weights`: time and saved bytes with kept outputs of branches, over those with recomputed outputs."""
     pattern = DilatedPattern.torchscale(PATTERN.segment_lengths, PATTERN.dilation_rates)
     x = random_inputs(sizes.overhead, torch.float32)
     saved: list[int] = []
@@ -199,12 +199,14 @@ def test_kept_outputs_of_branches(benchmark: Any, sizes: Sizes, record: Callable
             return forward_backward(x, pattern, is_causal=True)
 
     kept, ratio = side_by_side(benchmark, lambda: run(3), lambda: run(0), rounds=sizes.rounds)
-    kept_bytes, again_bytes = max(saved), min(saved)
+    kept_bytes, recomputed_bytes = max(saved), min(saved)
     for name, a, b in zip(Results._fields, kept, run(0)):
         assert_near(a, b.double(), torch.float32, name)
     record(
         Ratio(f"detach_weights/kept over computed again/time/N={sizes.overhead}", ratio, 0.95, "lower"),
-        Ratio(f"detach_weights/kept over computed again/bytes kept/N={sizes.overhead}", kept_bytes / again_bytes, 1.6, "lower"),
+        Ratio(
+            f"detach_weights/kept over computed again/bytes kept/N={sizes.overhead}", kept_bytes / recomputed_bytes, 1.6, "lower"
+        ),
         shape=x.q.shape,
         dtype=torch.float32,
     )

@@ -55,7 +55,7 @@ def processor_ratio(ours: Callable[[], object], peer: Callable[[], object], *, r
 
 
 def processor_seconds(function: Callable[[], object], *, rounds: int, calls: int = 20) -> float:
-    """The least processor time of one call, of `rounds` times many calls."""
+    """The processor time of one call: the least of `rounds` means over `calls` calls."""
     return min(_processor_seconds(function, calls) / calls for _ in range(rounds))
 
 

@@ -100,7 +100,7 @@ def dilated_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    dropout_p: float = 0,  # no 0.0: dynamic=True makes floats inputs of a graph, and traces twice
+    dropout_p: float = 0,  # not 0.0: with dynamic=True a float is an input of the graph, which is then traced twice
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     score_mod: ScoreMod | None = None,

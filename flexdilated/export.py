@@ -1,4 +1,4 @@
-"""Exported programs: `import flexdilated.export` registers the operators that they call; `portable` does without them."""
+"""Exported programs: `import flexdilated.export` registers the operators that they call; `portable` replaces them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.nn.functional import gelu
 
-import flexdilated.ordering  # noqa: F401  its operator
+import flexdilated.ordering  # noqa: F401  registers its operator
 from flexdilated.backends.autograd.portable import mixture
 from flexdilated.nn.padding import refuse_float_mask
 from flexdilated.nn.position import rotary_angles, xpos_decay

@@ -321,8 +321,8 @@ def test_residues_without_a_key_value_head_warn_once(
     warned = warnings_of(lambda: dilated_attention(q, k, k, pattern, **options))
     assert len(warned) == (lost is not None)
     assert lost is None or warned[0].endswith(
-        f" has no key/value head for {lost}: no query reads their tokens there; use rates that divide the {num_kv_heads} key/value "
-        f"heads, or DilatedPattern.causal(seq_len, num_kv_heads={num_kv_heads}): count key/value heads, not query heads"
+        f" has no key/value head for {lost}: no query reads these tokens in that branch; use DilatedPattern.causal(seq_len, "
+        f"num_kv_heads={num_kv_heads}), or rates that divide the {num_kv_heads} key/value heads (not the query heads)"
     )
 
 

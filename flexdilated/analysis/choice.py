@@ -160,7 +160,7 @@ def few_heads(choices: Choices) -> str | None:
     if share <= LITTLE_GAIN or any(choice.local >= USEFUL_LOCAL for choice in with_far):
         return None
     least, far = 1 / heads**2, f"a local segment of {USEFUL_LOCAL} tokens and a far branch over all tokens"
-    when = f"take at least {100 * least:.3g} % at any length, over the budget"
+    when = f"need at least {100 * least:.3g} % of the pairs at any length, more than the budget"
     if budget > least:
         when = f"are within the budget from about {float(f'{USEFUL_LOCAL / (budget - least):.2g}'):,.0f} tokens on"
     return (
@@ -180,15 +180,16 @@ def _order(choice: Choice) -> tuple[int, int, int, int]:
 
 
 def _beyond(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, is_causal: bool) -> str:
-    """A sentence where no segment holds the whole sequence: after how many layers all of it is seen."""
+    """A sentence for patterns without a segment as long as the sequence: after how many layers a token has seen all tokens."""
     if max(pattern.segment_lengths) >= num_tokens:
         return ""
     try:
         layers = layers_to_cover(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     except NotImplementedError:  # too many tokens or segments to look at
         return " No segment is as long as the sequence: it takes several layers to see far tokens."
-    but = "" if layers else f", but some of the {2 * max(pattern.dilation_rates) - 2} tokens just before a token may stay unseen"
-    return f" No segment is as long as the sequence: all is seen after {layers or 'several'} layers{but}."
+    but = "" if layers else f", except perhaps some of the {2 * max(pattern.dilation_rates) - 2} tokens just before it"
+    seen = "all earlier tokens" if is_causal else "all tokens"
+    return f" No segment is as long as the sequence: a token has seen {seen} after {layers or 'several'} layers{but}."
 
 
 def _proposals(num_tokens: int, num_kv_heads: int, global_tokens: int) -> Iterator[DilatedPattern]:

@@ -31,8 +31,8 @@ def missing_residues(pattern: DilatedPattern, num_kv_heads: int) -> tuple[tuple[
     >>> missing_residues(DilatedPattern((16, 64), (1, 4)), 2)
     ((), (2, 3))
 
-    A token is lost to attention where its residue is missing in every branch: `count_uncovered` counts those. Arguments and errors
-    are those of `count_pairs`.
+    A token whose residue is missing in every branch takes no part in attention: `count_uncovered` counts such tokens. Arguments and
+    errors are those of `count_pairs`.
     """
     _, num_kv_heads = checked(pattern, 1, num_kv_heads)
     segments, _ = pattern.split("missing_residues")
@@ -114,10 +114,10 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int,
     period = math.lcm(*(branch.rate for branch in branches))
     chain = [period, *sorted({length for length in lengths if length < num_tokens})]
     if is_causal or step or num_global:
-        at_ends = 2 * period + num_global if len(chain) == 1 else num_tokens  # queries at each end, which represent all
-        _check(num_tokens * max(min(2 * at_ends, num_tokens), 256), MAX_PAIRS, "pairs", num_tokens)
+        num_at_ends = 2 * period + num_global if len(chain) == 1 else num_tokens  # queries at each end, which represent all
+        _check(num_tokens * max(min(2 * num_at_ends, num_tokens), 256), MAX_PAIRS, "pairs", num_tokens)
         tokens = np.arange(num_tokens)
-        queries = np.unique(np.concatenate([tokens[:at_ends], tokens[-at_ends:]]))
+        queries = np.unique(np.concatenate([tokens[:num_at_ends], tokens[-num_at_ends:]]))
     else:
         nested = not any(outer % part for part, outer in pairwise(chain))
         queries = tokens = np.concatenate(_nested(0, num_tokens, chain)) if nested else _representatives(branches, num_tokens)[0]

@@ -135,7 +135,7 @@ def _joined_by_all(branches: tuple[Kept, ...], near: Near, num_tokens: int, *, i
     for size, repeats in each_block(lengths, num_tokens):
         counts, times = np.unique(count_common(branches, size), return_counts=True)
         total += repeats * sum(map(mul, map(far, counts.tolist()), times.tolist()))
-    if num_global:  # cells that hold global tokens count the others alone
+    if num_global:  # in cells with global tokens, count the other tokens only
         skipped = count_common(branches, num_global).tolist()
         cell_rows = count_common(branches, min(-(-num_global // lcm(*lengths)) * lcm(*lengths), num_tokens)).tolist()
         total += sum(far(rows - few) - far(rows) for rows, few in zip(cell_rows, skipped))

@@ -89,7 +89,7 @@ class Memory(NamedTuple):
 
 
 def layer_plan(layer: Layer, heads: range | None = None) -> ContextPlan:
-    """The plan of a layer over shards as equal as can be; with `heads`, of these key/value heads over the sequence on one rank."""
+    """The plan of a layer over even shards; with `heads`, of these key/value heads, with the whole sequence on one rank."""
     return context_plan(
         layer.pattern,
         (layer.tokens,) if heads is not None else even_shard_lengths(layer.tokens, layer.ranks),

@@ -98,7 +98,7 @@ def is_shifted(num_tokens: int, call: Call) -> bool:
 
 
 def attend_shifted(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call that is shifted, by calls that are not."""
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call with shifted positions, by calls without."""
     num_tokens, pattern = q.shape[1], call.pattern
     if call.is_modified():
         refuse_zero_keys(num_tokens)
@@ -127,21 +127,21 @@ def _attend_shifted_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: 
     )
     q, k, v = (_insert(x, spans, length, rate) for x in (q, k, v))
     out, lse = _attend_branch(q, k, v, padded, branch)
-    spans_kept = [slice(sum(sizes[:i]), sum(sizes[:i]) + size) for i, (_, size) in enumerate(spans)]
-    return torch.cat([out[:, span] for span in spans_kept], dim=1), torch.cat([lse[:, :, span] for span in spans_kept], dim=2)
+    padded_spans = [slice(sum(sizes[:i]), sum(sizes[:i]) + size) for i, (_, size) in enumerate(spans)]
+    return torch.cat([out[:, span] for span in padded_spans], dim=1), torch.cat([lse[:, :, span] for span in padded_spans], dim=2)
 
 
 def _branch_heads(call: Call, branch: int, kv_heads: int) -> range:
-    """The key/value heads of these tensors that run a branch, counted from the first one held."""
+    """The key/value heads of the tensors that run a branch, as indices into the tensors."""
     assert call.num_kv_heads is not None
-    run = call.pattern.head_range(branch, call.num_kv_heads)
-    return range(max(run.start - call.first_head, 0), min(run.stop - call.first_head, kv_heads))
+    heads = call.pattern.head_range(branch, call.num_kv_heads)
+    return range(max(heads.start - call.first_head, 0), min(heads.stop - call.first_head, kv_heads))
 
 
 def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int) -> tuple[Tensor, Tensor]:
-    """One branch of a call alone: 0 and -inf in heads that do not run it."""
+    """`out` and `lse` of one branch of a call: 0 and -inf in heads that do not run it."""
     pattern, kv_heads = call.pattern, k.shape[2]
-    run_heads = _branch_heads(call, branch, kv_heads)
+    held_heads = _branch_heads(call, branch, kv_heads)
     segments, _ = pattern.split("torchscale's shift")
     rules: dict[str, Any] = {"heads": "all", "detach_weights": False}
     if branch < len(segments):
@@ -152,22 +152,22 @@ def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int) -> 
     call = call.replaced(pattern=alone, return_lse=True)
     assert call.num_kv_heads is not None
     if pattern.heads == "grouped" and branch < len(segments):
-        # The branch's heads keep one offset: that of as many blocked heads in a model of `rate` times as many.
-        run, group = pattern.head_range(branch, call.num_kv_heads), q.shape[2] // kv_heads
-        padding = (group * run_heads.start, group * (kv_heads - run_heads.stop))
+        # All heads of the branch keep the same offset, as neighbouring blocked heads do in a model with `rate` times as many heads.
+        heads, group = pattern.head_range(branch, call.num_kv_heads), q.shape[2] // kv_heads
+        padding = (group * held_heads.start, group * (kv_heads - held_heads.stop))
         q = q[:, :, padding[0] : q.shape[2] - padding[1]]
-        k, v = (x[:, :, run_heads.start : run_heads.stop] for x in (k, v))
+        k, v = (x[:, :, held_heads.start : held_heads.stop] for x in (k, v))
         call = call.replaced(
             pattern=replace(alone, offsets="blocked"),
-            first_head=len(run) * pattern.offset(branch, run.start, call.num_kv_heads)
-            + run_heads.start
+            first_head=len(heads) * pattern.offset(branch, heads.start, call.num_kv_heads)
+            + held_heads.start
             + call.first_head
-            - run.start,
-            num_kv_heads=len(run) * rate,
+            - heads.start,
+            num_kv_heads=len(heads) * rate,
         )
     out, lse = attend_whole(q, k, v, call)
     assert lse is not None
-    if len(run_heads) == kv_heads:
+    if len(held_heads) == kv_heads:
         return out, lse
     return F.pad(out, (0, 0, *padding)), F.pad(lse, (0, 0, *padding), value=-torch.inf)
 
@@ -178,6 +178,6 @@ def _insert(x: Tensor, spans: Documents, length: int, rate: int) -> Tensor:
     for start, size in spans:
         num_whole = size // length if size > length else 0
         segments = x[:, start : start + num_whole * length].unflatten(1, (num_whole, length))
-        padding = (0, 0) * (x.dim() - 2) + (0, -length % rate)  # of `F.pad`: the last dims first
+        padding = (0, 0) * (x.dim() - 2) + (0, -length % rate)  # `F.pad` takes the last dims first
         parts += [F.pad(segments, padding).flatten(1, 2), x[:, start + num_whole * length : start + size]]
     return torch.cat(parts, dim=1)

@@ -20,9 +20,9 @@ class Dropout(NamedTuple):
 
 
 def draw_seed(dropout_p: float, first_sequence: int) -> Tensor:
-    """`(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws the same seed again.
+    """A random seed `(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws it again.
 
-    Shards of a batch get independent seeds from equal generators: their first sequence is mixed in.
+    `first_sequence` is mixed in, so that shards of a batch get independent seeds from equal generators.
     """
     refuse_draws_again(dropout_p)
     return torch.randint(1 << 62, (1,), device="cpu") ^ fold_in(0, first_sequence)
@@ -56,8 +56,8 @@ def fold_in(seed: int, ordinal: int) -> int:
 
 
 @contextmanager
-def draws_of_its_own(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Inside, draw random numbers from a generator with this seed; None: no change. For a part of a model's tokens or heads."""
+def seeded_draws(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw random numbers from a generator with this seed inside the block; None: no change. For a part of the tokens or heads."""
     if seed is None:
         yield
     elif device.type == "cpu":

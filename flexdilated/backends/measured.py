@@ -32,10 +32,10 @@ from flexdilated.core.integers import is_integer
 from flexdilated.core.tracing import answers_while_traced
 
 FILE = Path(__file__).with_name("measured.json")
-DEFAULT = ("sdpa", "flex")  # the oracle, which takes O(N^2) memory, is never chosen unasked
-PROVEN = ("triton", "flash")  # these need a right check of every form
-CHALLENGERS = (*PROVEN, "flex")  # measured against sdpa; an entry without a ratio of a backend has not measured it
-ENOUGH = 0.95  # one of them is chosen when it takes at most this share of sdpa's time: less is noise
+DEFAULT = ("sdpa", "flex")  # `reference`, which takes O(N^2) memory, is never chosen automatically
+PROVEN = ("triton", "flash")  # chosen only if every form has passed a check
+CHALLENGERS = (*PROVEN, "flex")  # compared with sdpa; without a ratio in an entry, a backend was not measured there
+LARGEST_RATIO = 0.95  # a challenger is chosen if it takes at most this share of sdpa's time; smaller differences are noise
 VARIABLE = "FLEXDILATED_CACHE"  # a folder, or OFF
 OFF = "off"
 PACKAGES = ("triton", "pytorch-triton", "triton-windows", "flash-attn", "flash-attn-4")
@@ -75,9 +75,9 @@ class Measurements(NamedTuple):
     crossovers: tuple[Crossover, ...] = ()
     checked: dict[tuple[str, str, str], bool] = {}  # noqa: RUF012
     constants: dict[tuple[str, int], frozenset[str]] = {}  # noqa: RUF012
-    digest: str | None = None  # of the choices that follow from the file, without its times
+    digest: str | None = None  # hash of the choices that follow from the file, without its times
     date: str = ""
-    path: Path | None = None  # of a file of this machine
+    path: Path | None = None  # the file, if this machine wrote it
     is_ignored: bool = False  # a file was there, and a warning said why it is not used
 
 
@@ -87,10 +87,11 @@ class Measurements(NamedTuple):
 def prefer(request: DispatchKey) -> tuple[str, ...]:
     """The backends for `backend="auto"`, the fastest first: as measured here, else on this class of device at the nearest head dim.
 
-    Above all measured head dims it is `DEFAULT`, and where one graph is to hold for every length what is fastest on the longest.
+    Above the largest measured head dim, the result is `DEFAULT`. If one graph serves every length, the first is the backend that is
+    fastest for the longest measured one.
 
-    Under users' functions sdpa forms all scores, several times over, where flex on a GPU forms none. But there gradients of tensors
-    that the functions hold are summed in any order.
+    With `score_mod` or `mask_mod`, sdpa stores all scores several times, and flex on a GPU stores none. flex sums gradients of
+    tensors that the functions read in any order, so it is not preferred under deterministic algorithms.
     """
     capability, kind = request.hardware.capability, (dtype_name(request.dtype), request.differentiable)
     if request.modified and (capability or (0, 0)) >= (8, 0) and not torch.are_deterministic_algorithms_enabled():
@@ -109,13 +110,13 @@ def prefer(request: DispatchKey) -> tuple[str, ...]:
     points = [c for c in measured if c.head_dim == nearest]
     first = points[0].backend
     for point in points[1:]:
-        if request.dynamic or request.num_tokens >= point.tokens:  # one graph for every length asks of none
+        if request.dynamic or request.num_tokens >= point.tokens:  # one graph for every length does not depend on the length
             first = point.backend
     return (first, *(backend for backend in DEFAULT if backend != first))
 
 
 def _is_nearer(a: int, b: int, target: int) -> bool:
-    """Whether `a` is closer to the target than `b`, by ratio. In integers."""
+    """Whether the ratio of `a` to the target is closer to 1 than that of `b`, in integers."""
     return max(a, target) * min(b, target) < max(b, target) * min(a, target)
 
 
@@ -137,7 +138,7 @@ def unproven(backend: str, request: DispatchKey) -> str | None:
 
 
 def _measured_here(capability: Capability, request: DispatchKey) -> list[Crossover]:
-    """What was measured on this machine with rows that kernels hold as those of a request: padded to equal powers of two."""
+    """The crossovers measured on this machine whose head dim kernels pad to the same power of two as the head dim of a request."""
     crossovers = []
     for least, c in _known(capability, request.dtype, request.differentiable):
         if least < request.head_dim <= c.head_dim:  # sizes may be symbols of a compiler, which can only be compared
@@ -222,7 +223,7 @@ def _crossovers(measured: Iterable[dict[str, Any]]) -> tuple[Crossover, ...]:
 
 def faster(entry: dict[str, Any]) -> str:
     """The backend that the measurements favour; a null ratio means that a backend could not run."""
-    best, least = "sdpa", ENOUGH
+    best, least = "sdpa", LARGEST_RATIO
     for backend in CHALLENGERS:
         ratio = entry.get(f"{backend}_over_sdpa")
         if ratio is not None and (ratio < least or (best == "sdpa" and ratio <= least)):
@@ -242,7 +243,7 @@ def checked(checks: Iterable[dict[str, str]]) -> dict[tuple[str, str, str], bool
 
 
 def folder() -> Path | None:
-    """The folder of kept files; None where the cache is off, and for users without a home."""
+    """The folder of kept files; None if the cache is off, or if the user has no home folder."""
     named, base = os.environ.get(VARIABLE, ""), os.environ.get("XDG_CACHE_HOME", "")
     default = os.path.join(base if os.path.isabs(base) else "~/.cache", "flexdilated")
     place = os.path.expanduser(named or default)

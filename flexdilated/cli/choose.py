@@ -26,7 +26,7 @@ def choose(
             "--from-config",
             metavar="FILE",
             exists=True,
-            help="A config.json of the transformers library, or its folder: tokens, heads, key/value heads where no option says.",
+            help="A config.json of the transformers library, or its folder: tokens, heads, key/value heads that no option gives.",
         ),
     ] = None,
     budget: options.BudgetOption = 0.1,
@@ -87,7 +87,7 @@ def choose(
 
 
 def _sizes(path: Path, tokens: int | None, heads: int | None, kv_heads: int | None) -> tuple[int, int, int | None]:
-    """Tokens, heads and key/value heads by the options, else by a config.json."""
+    """Tokens, heads and key/value heads: from the options, else from a config.json."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = {**json.loads(file.read_text(encoding="utf-8"))}
@@ -114,7 +114,7 @@ def _sizes(path: Path, tokens: int | None, heads: int | None, kv_heads: int | No
 
 
 def _explorer_state(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, *, causal: bool) -> str:
-    """What the explorer's address holds after #. The last query sees the most."""
+    """The state in the explorer's address, after `#`. It selects the last query, which sees the most."""
     segments, near = pattern.split("the explorer's address")
     parts = [f"{name}={','.join(map(str, values))}" for name, values in zip("wr", zip(*segments) if segments else ((), ()))]
     parts += [f"{name}={number}" for name, number in zip(("window", "first"), near) if number]

@@ -29,7 +29,7 @@ class _Files(SimpleHTTPRequestHandler):
 
 
 def explorer(
-    state: Annotated[str, typer.Argument(metavar="[STATE]", help="What the address of the page holds after #.")] = "",
+    state: Annotated[str, typer.Argument(metavar="[STATE]", help="A state of the page: the part of its address after #.")] = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1. 0: a free port.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open the browser, or print the address only.")] = True,
 ) -> None:

@@ -164,7 +164,7 @@ def plan(
 
 
 def _print(layer: Layer, shard_plan: ContextPlan, costs: Sequence[Strategy], auto: str, *, budget: int, speeds: Speeds) -> None:
-    """The table, and what the choice among exchanges goes by."""
+    """Print the table, and the estimates by which an exchange is chosen."""
     from flexdilated.draw.plan import layer_lines
 
     console = Console()

@@ -36,7 +36,7 @@ DENSE_BITS = 3.39  # per held-out byte: --dense of the default run, torch 2.13.0
 
 def run_trainer(trainer: Trainer, name: str, resume: bool, console: Console) -> Trainer:
     """Run a trainer to its end under a progress bar."""
-    # The dense run, which comes second, may not have begun when the first was stopped.
+    # The dense run is the second one: it may not have begun when the first run was stopped.
     if resume and (name == "dilated" or checkpoint.latest(trainer.folder) is not None):
         trainer.resume()
     parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -44,7 +44,7 @@ def run_trainer(trainer: Trainer, name: str, resume: bool, console: Console) -> 
     size = f"{options.batch_size * options.sequence_length:,} bytes"
     console.print(f"{name}: {parameters / 1e6:.2f} M parameters, step {begun} of {options.steps}, {size} each", soft_wrap=True)
     if trainer.begins_with and trainer.step == 0:
-        console.print(f"{name}: the weights that it begins with give {trainer.evaluate():.3f} bits per held-out byte")
+        console.print(f"{name}: the initial weights give {trainer.evaluate():.3f} bits per held-out byte")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -54,22 +54,21 @@ def run_trainer(trainer: Trainer, name: str, resume: bool, console: Console) -> 
     )
     if options.compile and begun < options.steps:
         console.print(
-            f"{name}: compiling, in the first step, for about a minute on an idle CPU; step 2 says how long the rest takes"
+            f"{name}: the first step compiles, about a minute on an idle CPU; after step 2, an estimate of the rest follows"
         )
     with Progress(*columns, console=console) as progress:
         status = "compiling" if options.compile else ""
         task = progress.add_task(name, total=options.steps, completed=begun, status=status)
 
-        def report(now: Trainer) -> None:
-            held_out = "" if now.held_out is None else f", held out {now.held_out:.2f}"
-            status = f"{now.bytes_per_second / 1e3:.1f} kB/s  bits/byte: train {now.history[-1]['train']:.2f}{held_out}"
-            progress.update(task, completed=now.step, status=status)
-            if now.step == begun + 2:  # the first step compiles
-                compiling, step_time = (entry["seconds"] for entry in now.history[-2:])
-                left = _duration((options.steps - now.step) * step_time)
-                console.print(
-                    f"{name}: the first step took {_duration(compiling)}; steps left: {options.steps - now.step}, for about {left}"
-                )
+        def report(latest: Trainer) -> None:
+            held_out = "" if latest.held_out is None else f", held out {latest.held_out:.2f}"
+            status = f"{latest.bytes_per_second / 1e3:.1f} kB/s  bits/byte: train {latest.history[-1]['train']:.2f}{held_out}"
+            progress.update(task, completed=latest.step, status=status)
+            if latest.step == begun + 2:  # the first step compiles
+                compiling, step_time = (entry["seconds"] for entry in latest.history[-2:])
+                steps_left = options.steps - latest.step
+                left = _duration(steps_left * step_time)
+                console.print(f"{name}: the first step took {_duration(compiling)}; {steps_left} steps are left, about {left}")
 
         try:
             finished = trainer.run(report)
@@ -113,15 +112,15 @@ def finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console: 
 def _meaning(corpus: Corpus) -> str:
     text = corpus.held_out.numpy().tobytes()
     gzip_bits, xz_bits = (8 * len(packed) / len(text) for packed in (gzip.compress(text, 9), lzma.compress(text, preset=9)))
-    return f"bits per byte: raw bytes have 8; of all held-out text gzip makes {gzip_bits:.2f}, xz {xz_bits:.2f}"
+    return f"bits per byte: raw bytes have 8; gzip compresses all held-out text to {gzip_bits:.2f}, xz to {xz_bits:.2f}"
 
 
 def beside_dense(trainers: dict[str, Trainer], *, is_default: bool) -> str:
     bits = trainers["dense"].held_out if "dense" in trainers else DENSE_BITS if is_default else None
     if bits is None:
-        return "a dense model of this size and these steps: the same command with --dense --overwrite trains it too"
+        return "a dense model of this size, trained for as many steps: add --dense --overwrite to the command"
     source = "" if "dense" in trainers else ", measured once with the default options; --dense --overwrite measures it here"
-    return f"a dense model of this size and these steps: {bits:.2f} bits per held-out byte{source}"
+    return f"a dense model of this size, trained for as many steps: {bits:.2f} bits per held-out byte{source}"
 
 
 def _next_commands(output: Path, options: TrainOptions) -> str:
@@ -130,13 +129,13 @@ def _next_commands(output: Path, options: TrainOptions) -> str:
 
 
 def prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool, mesh: DeviceMesh | None) -> bool:
-    """Whether to go on from a checkpoint. Refuses to write over an earlier run that nobody said to resume or discard."""
-    wishes = {"--resume": resume, "--resume-if-any": resume_if_any, "--overwrite": overwrite}
-    named = [option for option, is_given in wishes.items() if is_given]
+    """Whether to resume from a checkpoint. Raises UserError for an earlier run if no option says what to do with it."""
+    flags = {"--resume": resume, "--resume-if-any": resume_if_any, "--overwrite": overwrite}
+    named = [option for option, is_set in flags.items() if is_set]
     if len(named) > 1:
         raise UserError(f"{named[0]} must come without {named[1]}, got both")
     earlier = {name: checkpoint.step_of(path) for name in RUNS if (path := checkpoint.latest(output / name)) is not None}
-    # Every rank has looked before rank 0 discards or writes, and goes on when it has.
+    # All ranks look at the folder before rank 0 discards an earlier run, and continue after it.
     ensure_equal(mesh, {"what to do with an earlier run": named, "the checkpoints that they see in --output": earlier})
     if resume or (resume_if_any and RUNS[0] in earlier):
         return True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flexdilated.core.branch import Near
 
-MOST_LOOKS = 128  # at boundaries token by token, and tokens before each
+MOST_LOOKS = 128  # boundaries checked token by token, and tokens checked before each
 
 
 def first_uncrossed(branches: Sequence[tuple[int, int, range]], near: Near, block: int, num_tokens: int) -> int | None:
@@ -22,7 +22,7 @@ def first_uncrossed(branches: Sequence[tuple[int, int, range]], near: Near, bloc
         return None
     counting = sorted(far, reverse=True)  # long segments leave the fewest candidates
     distance, boundary = 2 * max((rate for _, rate in far), default=1) - 1, min(near.global_tokens, num_tokens)
-    for _ in range(MOST_LOOKS):  # at what the branches that count do not cross
+    for _ in range(MOST_LOOKS):  # each iteration checks one boundary that `counting` does not cross
         boundary = min(first_near_ends(0, block, counting, sign, boundary, num_tokens) for sign in (1, -1))
         if boundary == num_tokens:
             return None

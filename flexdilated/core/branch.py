@@ -60,16 +60,16 @@ class Near(NamedTuple):
         return (self.window - 1) // rate + 1 if self.window else 0
 
     def count_pairs(self, num_tokens: Any, *, is_causal: bool, begin: Any = 0, end: Any = None) -> Any:
-        """The number of near pairs of a document that the holder of its tokens `begin ... end` computes; numbers or arrays.
+        """The number of near pairs of a document that the rank with its tokens `begin ... end` (default: all) computes.
 
-        By default all tokens. Pairs of global queries are computed where their keys are.
+        Arguments are numbers or arrays. Pairs of global queries are computed where their keys are.
         """
         end, first = num_tokens if end is None else end, num_tokens - positive(num_tokens - self.global_tokens)
         local_begin, local_end, local = (positive(position - first) for position in (begin, end, num_tokens))
         pairs = _window_pairs(local_begin, local_end, self.window)
-        if is_causal:  # queries see the global tokens up to their own
+        if is_causal:  # queries see the global tokens that are not after them
             return pairs + _window_pairs(begin, end, first)
-        if self.window:  # the keys after a query are those before it in the reverse order
+        if self.window:  # keys after a query: count them before it, in reverse order
             pairs = pairs + _window_pairs(local - local_end, local - local_begin, self.window) - (local_end - local_begin)
         return pairs + first * (end - begin + local_end - local_begin)
 
@@ -167,7 +167,7 @@ def num_kept(length: int, rate: int, offset: int) -> int:
 def far_pairs(rows: Any, low: Any, high: Any, *, is_causal: bool, skipped: Any = 0, apart: Any = 0) -> Any:
     """The number of far pairs that the queries `low ... high` score in a segment of `rows` rows; numbers or arrays.
 
-    `skipped`: rows of global tokens, before the others. `apart`: least distance of the rows of a pair, 0 without a window.
+    `skipped`: rows of global tokens, which are the first. `apart`: least distance between the rows of a pair, 0 without a window.
     """
     rows, low, high = rows - skipped, positive(low - skipped), positive(high - skipped)
     before = _triangle(high - apart) - _triangle(low - apart)
@@ -177,7 +177,7 @@ def far_pairs(rows: Any, low: Any, high: Any, *, is_causal: bool, skipped: Any =
 
 
 def positive(number: Any) -> Any:
-    """The number, or 0 if it is negative. Integers of Python remain such: pairs may be beyond 64 bits."""
+    """The number, or 0 if it is negative. Python integers stay Python integers, since numbers of pairs may exceed 64 bits."""
     return number * (number > 0)
 
 
@@ -187,7 +187,7 @@ def _triangle(rows: Any) -> Any:
 
 
 def _window_pairs(begin: Any, end: Any, size: Any) -> Any:
-    """The pairs of a causal window whose queries are between two positions of a document: two squares less those out of reach."""
+    """The pairs of a causal window with queries `begin ... end`: all causal pairs, less those outside the window."""
     return _triangle(end) - _triangle(begin) - _triangle(end - size) + _triangle(begin - size)
 
 

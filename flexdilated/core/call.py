@@ -106,12 +106,12 @@ class Call(NamedTuple):
 def documents(cu_seqlens: Tensor | None, num_tokens: int, hint: str = "") -> tuple[tuple[int, int], ...]:
     """`(first token, number of tokens)` of each packed document; error messages end in `hint`.
 
-    Raises ValueError if the borders do not rise from 0 to `num_tokens`. Raises NotImplementedError if they hold no values, or if
-    torch.func.vmap maps over them outside of an operator that has been given each sample's.
+    Raises ValueError if the boundaries do not rise from 0 to `num_tokens`. Raises NotImplementedError if they have no values, or if
+    torch.func.vmap maps over them outside of an operator that receives the boundaries of each sample.
     """
     if cu_seqlens is None:
         return ((0, num_tokens),)
-    if not holds_values(cu_seqlens):  # only operators, which say shapes without them, take such
+    if not holds_values(cu_seqlens):  # only operators accept such tensors: they compute shapes without values
         raise NotImplementedError(
             "cu_seqlens must hold values for this call, got a meta or fake tensor: score_mod, mask_mod, backend='flex' and "
             "backend='reference' plan by them; use backend='sdpa' without functions"

@@ -134,11 +134,11 @@ def check_options(pattern: DilatedPattern, is_causal: bool, scale: float | None,
 
 
 def refuse_shards_of_torch(num_ranks: int) -> None:
-    """Reject shards that torch's own context parallelism has cut and this library would read as something else.
+    """Reject shards of torch's own context parallelism that this library would read as other tokens.
 
-    Its load balancer gives a rank two chunks of a sequence, one of either half. Its context manager says so while it is open. Its
-    newer function `_context_parallel_shard` says of its last call alone whether it had a balancer. Raises ValueError if a call over
-    several ranks may get such shards, or a call without a mesh (`num_ranks` 0) any shards.
+    torch's load balancer gives a rank two chunks of a sequence, one from each half. torch reports this while its context manager is
+    open; for its newer function `_context_parallel_shard`, it reports the last call only. Raises ValueError if a call over several
+    ranks may receive such shards, or if a call without a mesh (`num_ranks` 0) receives any shards.
     """
     modules = [sys.modules[name] for name in TORCH_SHARDS if name in sys.modules]
     module = next((candidate for candidate in modules if hasattr(candidate, "_replaced_functions")), None)

@@ -77,7 +77,8 @@ def encode(pattern: DilatedPattern) -> list[int]:
     """A pattern as integers, for the schema of an operator; `decode` is the inverse.
 
     Four integers for `heads`, `offsets` and the two flags, two per branch of segments, then the window if there is one. With global
-    tokens the first integer is 2 more, and the window, or 0, and their number come last. Saved programs hold these integers.
+    tokens, the first integer is 2 larger, and the last two are the window (or 0) and the number of global tokens. Saved programs
+    contain these integers.
     """
     segments, near = pattern.split("the encoding of operators")
     rules = [HEADS.index(pattern.heads), OFFSETS.index(pattern.offsets), int(pattern.zero_padding), int(pattern.detach_weights)]
@@ -87,7 +88,7 @@ def encode(pattern: DilatedPattern) -> list[int]:
 
 
 def decode(numbers: Sequence[int]) -> DilatedPattern:
-    """The pattern that `encode` turned into these integers. Lengths and rates may be symbols of a compiler."""
+    """The pattern of the integers of `encode`. Lengths and rates may be symbols of a compiler."""
     heads, offsets, zeros, detached = (int(number) for number in numbers[:4])
     has_global, heads = divmod(heads, len(HEADS))
     end = len(numbers) - (2 if has_global else len(numbers) % 2)  # an odd number of integers ends with a window

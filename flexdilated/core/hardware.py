@@ -37,7 +37,7 @@ class Hardware:
 
     @property
     def device_class(self) -> str:
-        """`"cpu"`, `"mps"`, or a CUDA level such as `"sm_90"`: what measurements are kept by."""
+        """`"cpu"`, `"mps"`, or a CUDA level such as `"sm_90"`: the key of measurements."""
         if self.capability is None:
             return self.device_type
         major, minor = self.capability

@@ -45,9 +45,9 @@ def warn_of_losses(pattern: DilatedPattern, num_tokens: int | None, num_kv_heads
     lost = [f"{count} of the {r} residues of branch {i}" for i, r, count in counts if count]
     if lost and pattern.heads == "all":
         _warn(
-            f"{name} has no key/value head for {', '.join(lost)}: no query reads their tokens there; use rates that divide the "
-            f"{num_kv_heads} key/value heads, or DilatedPattern.causal(seq_len, num_kv_heads={num_kv_heads}): count key/value "
-            "heads, not query heads"
+            f"{name} has no key/value head for {', '.join(lost)}: no query reads these tokens in that branch; use "
+            f"DilatedPattern.causal(seq_len, num_kv_heads={num_kv_heads}), or rates that divide the {num_kv_heads} key/value heads "
+            "(not the query heads)"
         )
     if num_tokens is None or not is_causal:
         return

@@ -96,9 +96,9 @@ def plan_pieces(
 
 
 def kept_rows(pattern: DilatedPattern, num_tokens: int) -> int:
-    """Rows per head that hold the outputs of all branches, for a backward with constant mixing weights; 0: it needs or keeps none.
+    """Rows per head of the outputs of all branches that a forward keeps for `detach_weights`; 0 if it keeps none.
 
-    The pattern decides whether they are kept, for any number of tokens: all ranks, and graphs of any length, decide the same.
+    Whether they are kept depends on the pattern only, so that all ranks and graphs of all lengths agree.
     """
     blocks = pattern.split("kept outputs")[0] if pattern.detaches else ()
     if sum(ceil_div(w, r) / w for w, r in blocks) > MOST_KEPT:

@@ -57,7 +57,7 @@ def _single_slices(count: int) -> list[slice]:
 def box(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
     """The rows of a piece in `x` `(B, N, H, D)`, of any strides, as one affine view `b s o h g r d`.
 
-    Sequence, segment, offset, key/value head, query head of it (`group` of them, 1 for k and v), row, element.
+    The dims: sequence, segment, offset, key/value head, its query heads (`group`, or 1 for k and v), row, element.
     """
     if piece.segments > 1 and piece.segment_stride <= (piece.rows - 1) * piece.row_stride:
         # The keys of overlapping windows: the gradient of a strided view would need an index of every element.

@@ -88,7 +88,7 @@ def is_exporting() -> bool:
 def writes_onnx() -> bool:
     """Whether code is traced by the ONNX exporter, which knows none of this library's operators.
 
-    Raises NotImplementedError in torch's exporter over TorchScript, which keeps the numbers that it traced.
+    Raises NotImplementedError in torch's TorchScript exporter, which fixes traced numbers as constants.
     """
     if torch.jit.is_tracing() and _in_onnx_export():  # type: ignore[attr-defined]
         raise NotImplementedError(
@@ -103,10 +103,10 @@ def _in_onnx_export() -> bool:
 
 
 def refuse_traced_derivatives(*, of_operators: bool = True) -> None:
-    """Raise NotImplementedError under torch.func, except one `vmap`, while a compiler traces: it would differentiate wrongly.
+    """Raise NotImplementedError under torch.func, except one `vmap`, while a compiler traces: derivatives would be wrong.
 
-    Where the compiler may, it then leaves that code uncompiled. `of_operators`: whether the call is an operator, into which the
-    compiler takes no derivative, or what autograd sees through.
+    Without fullgraph, the compiler then leaves this code uncompiled. `of_operators`: whether the call is an opaque operator, which
+    the compiler cannot differentiate, or consists of plain operations.
     """
     if not (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
         return
@@ -123,7 +123,7 @@ def refuse_traced_derivatives(*, of_operators: bool = True) -> None:
 def refuse_regions() -> None:
     """Raise NotImplementedError for a call over ranks inside `torch.compiler.nested_compile_region`, while a compiler traces.
 
-    Inductor does not order what a region calls and what is around it, and leaves out a region without a result.
+    Inductor does not keep the order of a region's calls and the calls around it, and removes a region whose result is not used.
     """
     if torch.compiler.is_compiling() and _is_in_region():
         raise NotImplementedError(

@@ -59,7 +59,7 @@ def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None
 
 
 def check_cache_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Raise unless there are no sinks, or sinks without a gradient that `check_sinks` takes."""
+    """Raise for sinks that `check_sinks` rejects or that require a gradient; None is accepted."""
     if sinks is not None:
         check_sinks(sinks, q)
         if sinks.requires_grad and torch.is_grad_enabled():

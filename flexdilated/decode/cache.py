@@ -46,7 +46,7 @@ class DilatedKVCache:
     per head (under `heads="grouped"`, of its own branch), allocated once, for any length of the context. A window of w tokens has
     w rows: row `p % w` holds position `p` until position `p + w` overwrites it. Global tokens have a row each, for good. A token
     attends to what its segments, the window and the global tokens join it with, in one softmax over all branches. A token that no
-    branch of a head keeps gives 0 there. A new prompt goes on after the tokens seen, as a chunk would: call `reset()` before it.
+    branch of a head keeps gives 0 there. A new prompt continues after the tokens seen, like a chunk: call `reset()` before it.
 
     Where a key or value is not finite, the tokens that see it give NaN in that head; no other output changes. Attention runs in
     the dtype of the cache, without autocast and without gradients. Under `torch.compile(fullgraph=True)` a step compiles once.
@@ -107,7 +107,7 @@ class DilatedKVCache:
             heads = range(first_head, first_head + num_kv_heads)
             layouts = layouts_of(pattern, heads, total, max_length, like=template, rank=rank, num_ranks=num_ranks)
             self._stores = tuple(Store(layout, batch_size) for layout in layouts)
-        self._tokens: Tensor | None = None  # of the next call, by hashes, as ranks compare them
+        self._tokens: Tensor | None = None  # hashes of the tokens of the next call, which ranks compare
         if self._ranks is not None and self.device.type != self._ranks.mesh.device_type:
             raise ValueError(f"device must be that of mesh={self._ranks.mesh.device_type}, got {self.device}")
 

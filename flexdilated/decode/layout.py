@@ -199,7 +199,7 @@ class Layout:
     def why_lost(self, length: int, num_seen: int, stored: int, sequence: int) -> str | None:
         """Why a sequence of `num_seen` tokens, the first `stored` of them stored, cannot be cut to `length`; None if it can."""
         window, num_global = self.near
-        # Token p replaced token p - window. The queries up to p - 1 see the replaced token, unless it is a global one.
+        # Token p replaced token p - window, which the queries up to p - 1 see. Global tokens are not replaced.
         if (first := max(length - window + 1, num_global)) < length and stored > first + window:
             return (
                 f"length must keep the keys of the window={window} before it stored, got {length} of {num_seen} tokens in sequence "

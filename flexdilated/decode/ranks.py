@@ -73,7 +73,7 @@ class Ranks:
     def marks(self, new: Tokens, added: Tensor, lengths: Sequence[int]) -> Tensor | None:
         """`(B, N, Hkv)`: which tokens of the whole sequence are marked; None: none.
 
-        Raises ValueError if the ranks give the sequences other lengths `added` `(B,)`.
+        Raises ValueError if `added` `(B,)`, the number of new tokens per sequence, differs between ranks.
         """
         if not holds_values(new.k):
             raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
@@ -133,8 +133,8 @@ class Ranks:
     def merged(self, parts: Tensor, lengths: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Merge attention `(B, T, H, D)` of which every rank has a part, with its lse as the last element; `lengths` is returned.
 
-        Raises ValueError if the ranks make other calls, hold caches of other lengths, add others, have reordered sequences
-        otherwise, or are given other tokens: `lengths` `(4 * B,)`.
+        Raises ValueError if ranks differ in their calls, or in `lengths` `(4 * B,)`: cached tokens, new tokens, order of sequences,
+        and a hash of the tokens.
         """
         return _merged(parts, lengths, call.scale, self.group_name, self._description(call))
 
@@ -168,9 +168,9 @@ def check_same(
     prefix: str = "",
     hint: str = "every rank makes the same calls",
 ) -> None:
-    """Raise ValueError if lengths of caches and of new tokens, `(ranks, ...)`, differ between ranks, whose numbers are `ranks`.
+    """Raise ValueError unless `rows` `(ranks, ...)`, lengths of caches and of new tokens, are equal. `ranks`: their numbers.
 
-    On other devices than a CPU an assertion fails there: to read them would wait for the device.
+    On devices other than the CPU, an assertion fails on the device instead, since reading the rows would wait for it.
     """
     is_same = (rows == rows[0]).all(dim=1)
     if rows.device.type != "cpu":

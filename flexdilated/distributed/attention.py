@@ -41,7 +41,7 @@ UNCOMPILED = (
 def attend_sharded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, n, H, D)` and `lse` `(B, H, n)` of this rank's shard, both differentiable; the call is not checked yet.
 
-    Raises ValueError if the ranks disagree, or the borders of documents do not tile the tokens.
+    Raises ValueError if the ranks disagree, or if `cu_seqlens` do not span the tokens.
     """
     mesh, has_sinks = call.mesh, call.sinks is not None
     assert mesh is not None
@@ -153,7 +153,7 @@ def _work(inputs: Inputs, op_options: OpOptions, context: RankContext, plan: Con
 
 
 def _forward(inputs: Inputs, options: tuple[OpOptions, RankContext]) -> tuple[Tensor, ...]:
-    """`out`, `lse`, what the backward needs, and the number of the call, which is known when it runs and not before."""
+    """`out`, `lse`, the tensor that the backward needs, and the number of the call, which is known only at run time."""
     op_options, context = options
     group, device = process_group(context.group_name), inputs.q.device
     with one_call(group) as number, without_autocast(device):

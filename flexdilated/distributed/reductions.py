@@ -16,20 +16,20 @@ from flexdilated.distributed.sharding import declared_lengths
 
 
 class Sums:
-    """Sums over the ranks of a 1-D mesh; all of them must call. Raises as `group_of`."""
+    """Sums over the ranks of a 1-D mesh. Every rank must make the same calls. Raises as `group_of`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         _, self.rank, self.num_ranks = group_of(mesh)
         self._group, self._device_type = mesh.get_group(), mesh.device_type
 
     def lengths(self, x: Tensor, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
-        """Tokens of each rank, where x `(B, n, ...)` is this one's, on the device of the mesh. Raises as `declared_lengths`."""
+        """Tokens of each rank; x `(B, n, ...)`, on the mesh's device, is the shard of this rank. Raises as `declared_lengths`."""
         if x.device.type != self._device_type:
             raise ValueError(f"q must be on the device of mesh={self._device_type}, got {x.device}")
         return declared_lengths(self.rank, self.num_ranks, x.shape[1], shard_lengths)
 
     def compare(self, call: str, fields: Mapping[str, object]) -> None:
-        """Return once all ranks are known to make this call with these fields; a ValueError if they differ."""
+        """Wait until all ranks make this call, and raise ValueError if its fields differ between ranks."""
         if self.num_ranks > 1:
             with one_call(self._group) as number:
                 device = torch.device(self._device_type)

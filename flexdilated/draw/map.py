@@ -23,8 +23,8 @@ UNSEEN_SIZE = 0.6  # of a side
 SPREAD = 50  # largest weight over the median: beyond it a linear scale shows one cell alone
 DECADES = 1e4  # largest weight over the darkest of a logarithmic scale: one tiny weight would give all others one colour
 SMALLEST_MARK = 0.03  # of the picture's longer side: the mark of the query is larger than a small cell
-LINE, WORDS = 64, 8  # cells in a line of a strip; fewer where they hold words
-MAX_CELLS = 4096  # of a strip: more tokens share cells
+LINE, WORDS = 64, 8  # cells per line of a strip, without and with words
+MAX_CELLS = 4096  # in a strip; if there are more tokens, several share a cell
 MAX_WORDS = 480
 
 
@@ -102,7 +102,7 @@ def draw_attention_map(
     for axis in axes:
         axis.set_axis_off()
     for i, values in enumerate(panels):
-        _fill(axes[i], values, places, norm, None if marks is None else marks[i] // places.shared)
+        _fill(axes[i], values, places, norm, None if marks is None else marks[i] // places.tokens_per_cell)
     place = {"location": "bottom", "aspect": 40, "pad": 0.04} if is_low else {"location": "right"}
     return finish(
         figure,
@@ -115,7 +115,7 @@ def draw_attention_map(
         title=title,
         unseen=bool((panels == 0).any()),
         query=marks is not None,
-        note=f"a cell is the sum of {places.shared} tokens" if places.shared > 1 else None,
+        note=f"a cell is the sum of {places.tokens_per_cell} tokens" if places.tokens_per_cell > 1 else None,
         shrink=0.8,
         **place,
     )
@@ -145,7 +145,7 @@ def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int
         axes.text(x + width / 2, y + height / 2, label, ha="center", va="center", fontsize=8, color=color, clip_on=True)
     for line, token in enumerate(places.lines if len(places.lines) > 1 else ()):
         if line % -(-len(places.lines) // 16) == 0:
-            y = float(places.corners[line * places.line, 1]) + height / 2
+            y = float(places.corners[line * places.cells_per_line, 1]) + height / 2
             axes.annotate(f"{token:,}", (0, y), (-4, 0), textcoords="offset points", ha="right", va="center", fontsize=9, color=INK)
     low, high = places.extent
     axes.set_xlim(low[0].item(), high[0].item())
@@ -174,15 +174,15 @@ def _marks(queries: SupportsIndex | Sequence[SupportsIndex] | None, panels: Tens
 
 @dataclass(frozen=True)
 class Places:
-    """The positions of the cells."""
+    """The positions of the cells of a map."""
 
-    corners: Tensor  # (cells, 2), the upper left ones
+    corners: Tensor  # (cells, 2), upper left corners
     size: tuple[float, float]
     is_strip: bool
-    shared: int = 1  # tokens of a cell
+    tokens_per_cell: int = 1
     words: Sequence[str] | None = None
     lines: Sequence[int] = ()  # the first token of each line of a strip
-    line: int = 1  # cells in one
+    cells_per_line: int = 1
 
     @property
     def extent(self) -> tuple[Tensor, Tensor]:
@@ -190,11 +190,11 @@ class Places:
         return low, high + torch.tensor(self.size, dtype=torch.float64)
 
     def gathered(self, panels: Tensor) -> Tensor:
-        """The weights of the cells."""
-        if self.shared == 1:
+        """The weights of the cells: sums over the tokens of each cell."""
+        if self.tokens_per_cell == 1:
             return panels
-        padded = torch.nn.functional.pad(panels, (0, -panels.shape[1] % self.shared))
-        return padded.unflatten(1, (-1, self.shared)).sum(dim=2)
+        padded = torch.nn.functional.pad(panels, (0, -panels.shape[1] % self.tokens_per_cell))
+        return padded.unflatten(1, (-1, self.tokens_per_cell)).sum(dim=2)
 
 
 def places_of(num_tokens: int, grid: tuple[int, int] | None, words: Sequence[str] | None) -> Places:
@@ -203,16 +203,18 @@ def places_of(num_tokens: int, grid: tuple[int, int] | None, words: Sequence[str
         raise ValueError("words must come without grid, got both")
     if grid is not None:
         if len(grid) != 2 or min(grid) < 1 or grid[0] * grid[1] != num_tokens:
-            raise ValueError(f"grid must be (rows, columns) of N={num_tokens} patches, got {grid}; leave out tokens that are none")
+            raise ValueError(
+                f"grid must be (rows, columns) of N={num_tokens} patches, got {grid}; leave out tokens that are no patches"
+            )
         return Places(_row_major(num_tokens, grid[1], 1.0), (1.0, 1.0), is_strip=False)
     if words is not None:
         if len(words) != num_tokens or num_tokens > MAX_WORDS:
             raise ValueError(f"words must hold one text per token={num_tokens}, at most {MAX_WORDS}, got {len(words)}")
         lines = range(0, num_tokens, WORDS)
-        return Places(_row_major(num_tokens, WORDS, 0.5), (1.0, 0.5), is_strip=True, words=words, lines=lines, line=WORDS)
-    shared = -(-num_tokens // MAX_CELLS)
-    lines = range(0, num_tokens, LINE * shared)
-    return Places(_row_major(-(-num_tokens // shared), LINE, 1.6), (1.0, 1.4), is_strip=True, shared=shared, lines=lines, line=LINE)
+        return Places(_row_major(num_tokens, WORDS, 0.5), (1.0, 0.5), is_strip=True, words=words, lines=lines, cells_per_line=WORDS)
+    tokens_per_cell = -(-num_tokens // MAX_CELLS)
+    lines, corners = range(0, num_tokens, LINE * tokens_per_cell), _row_major(-(-num_tokens // tokens_per_cell), LINE, 1.6)
+    return Places(corners, (1.0, 1.4), is_strip=True, tokens_per_cell=tokens_per_cell, lines=lines, cells_per_line=LINE)
 
 
 def _row_major(cells: int, columns: int, height: float) -> Tensor:

@@ -21,7 +21,7 @@
     return `#${parts.join("&")}`;
   }
 
-  // What an address says. What it says wrongly stays in the state, for `compute` to refuse.
+  // The state of an address. Wrong values stay in the state: `compute` reports them.
   function fromAddress(address) {
     const given = new URLSearchParams(address.replace(/^#/, ""));
     if (!given.size) return start();

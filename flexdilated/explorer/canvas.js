@@ -8,8 +8,8 @@
 
   const packed = (color) => 0xff000000 | (parseInt(color.slice(5, 7), 16) << 16) | (parseInt(color.slice(3, 5), 16) << 8) | parseInt(color.slice(1, 3), 16);
 
-  // A canvas of so many CSS pixels, sharp on this screen; one that the style sheet sizes keeps its own size. Nothing is written that
-  // is so already: to write a style and to read a width after it is a layout each time.
+  // A canvas of so many CSS pixels, sharp on this screen; `isFluid`: the style sheet sets the size. Equal values are not written
+  // again: writing a style and then reading a width costs a layout of the page.
   function sized(canvas, width, height, isFluid = false) {
     const ratio = window.devicePixelRatio || 1;
     const w = Math.round(width * ratio), h = Math.round(height * ratio);
@@ -47,14 +47,14 @@
     return spare;
   }
 
-  // A step of 1, 2 or 5 times a power of ten; or of two, where the sequence is one: at most `most` steps.
+  // The distance of ticks, for at most `most` ticks: 1, 2 or 5 times a power of ten; a power of two if `count` is one.
   function tickStep(count, most) {
     if (Number.isInteger(Math.log2(count))) return 2 ** Math.max(0, Math.ceil(Math.log2(count / most)));
     const power = 10 ** Math.floor(Math.log10(Math.max(1, count / most)));
     return [1, 2, 5, 10].map((step) => step * power).find((step) => count / step <= most);
   }
 
-  // A square of cells with query rows and key columns in tokens. Gives where a point lies.
+  // A square of cells with query rows and key columns in tokens. Returns the position of the square on the canvas.
   function square(canvas, { level, cells, palette, perCell, count, columns = "key", segments = [], window: near = 0, isCausal = false }) {
     const ratio = window.devicePixelRatio || 1;
     const room = canvas.parentElement.parentElement.clientWidth - MARGIN.left - MARGIN.right;

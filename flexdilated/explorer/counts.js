@@ -1,4 +1,4 @@
-// What is drawn of a pattern, in exact integers: pairs and their pictures, one query's keys, FlexAttention's tiles.
+// The numbers of a drawn pattern, as exact integers: pairs and their pictures, one query's keys, FlexAttention's tiles.
 "use strict";
 
 (() => {
@@ -95,7 +95,7 @@
 
   // -- one query ---------------------------------------------------------------------------------------------------------------
 
-  // The keys of a query: per branch the parts of a run that it sees, `rows` tokens from `first` on, every rate-th; and of all together.
+  // The keys of a query. Per branch: the visible parts of its run, each `rows` tokens from `first` on, every rate-th. Then of all branches.
   function queryKeys(state, branches) {
     const { query, seq_len: numTokens, is_causal: isCausal } = state;
     const near = nearOf(branches), limit = isCausal ? query + 1 : numTokens;
@@ -147,7 +147,7 @@
 
   // -- tiles -------------------------------------------------------------------------------------------------------------------
 
-  // Per heads that are alike: tiles that FlexAttention visits in the raw layout and packed; a picture of them for the head looked at.
+  // Per class of equal heads: tiles that FlexAttention visits in the raw and in the packed layout; a picture for the selected head.
   function tiles(state) {
     const { seq_len: numTokens, block_size: size, is_causal: isCausal } = state;
     const blocks = ceilDiv(numTokens, size);
@@ -168,7 +168,7 @@
   function rawTiles(branches, numTokens, size, isCausal, blocks, group) {
     const cells = group ? ceilDiv(blocks, group) : 0;
     const visitedIn = new Float64Array(cells * cells), fullIn = new Float64Array(cells * cells);
-    const completing = branches.filter(completes(branches, size) ? () => true : isNear); // only where these join may branches together fill a tile
+    const completing = branches.filter(completes(branches, size) ? () => true : isNear); // branches can fill a tile together only where these branches join pairs
     let visited = 0, full = 0;
     for (let row = 0; row < blocks; row++) {
       const at = group ? Math.floor(row / group) * cells : 0;
@@ -238,7 +238,7 @@
     return [ceilDiv(down, size), Math.floor(up / size) - 1];
   }
 
-  // Whether segments may fill a tile together. Dilated ones join positions whose distance is a multiple of a rate: where the borders of
+  // Whether segments may fill a tile together. Dilated ones join positions whose distance is a multiple of a rate: where the boundaries of
   // the rate 1 branches nest, they leave at least a row of a tile, which a few rates cannot fill.
   function completes(branches, size) {
     const segments = explorer.segmentsOf(branches), lengths = segments.filter(({ rate }) => rate === 1).map(({ length }) => length);

@@ -52,7 +52,7 @@
     }
   }
 
-  // Each row takes in those of the window after it and, not causal, before it; every step takes in up to twice as many.
+  // Each row takes the union of the rows in the window after it and, not causal, before it. Every step at most doubles the number of rows.
   function joinWindow(next, now, words, window, isCausal) {
     const near = now.slice(), size = Math.min(window, now.length / words);
     for (let taken = 1; taken < size; taken += Math.min(taken, size - taken)) {
@@ -72,7 +72,7 @@
   const reachOf = (state) => (state.seq_len > MOST_FOLLOWED ? null : follow(state, [state.query]));
   const reach = (state) => (state.seq_len > MOST_REACHED ? null : follow(state, Array.from({ length: state.seq_len }, (_, query) => query)));
 
-  // Per cell of c x c pairs how many are reached: queries down, tokens across.
+  // The number of reached pairs per cell of c x c pairs: queries down, tokens across.
   function reachPicture({ bits, words }, numTokens) {
     const c = explorer.tokensPerCell(numTokens), cells = ceilDiv(numTokens, c), counts = new Float64Array(cells * cells);
     for (let token = 0; token < numTokens; token++) {
@@ -114,7 +114,7 @@
     const distance = Math.max(1, ...far.map(({ rate }) => 2 * rate - 1)), step = Math.max(run, ...far.map(({ length }) => length));
     let looks = 0;
     for (let end = step; end - run < n; end += step) {
-      for (const at of new Set([Math.floor(end / run) * run, ceilDiv(end, run) * run])) { // those that may lie at the end of a longest segment
+      for (const at of new Set([Math.floor(end / run) * run, ceilDiv(end, run) * run])) { // the boundaries nearest to the end of a longest segment
         const isNear = [1, -1].some((sign) => far.every(({ length, rate }) => mod(sign * at, length) < rate));
         if (at <= state.global_tokens || at >= n || !isNear) continue;
         if (distance > MOST_LOOKS || ++looks === MOST_LOOKS || !isCrossed(at, branches, distance, state)) return at;

@@ -171,7 +171,7 @@
     byId("message").textContent = found.message || "";
     for (const id of ["view", "summary", "python"]) byId(id).classList.toggle("stale", Boolean(found.message));
     byId("copy").disabled = Boolean(found.message);
-    clearTimeout(written); // browsers refuse an address that changes with every frame
+    clearTimeout(written); // browsers reject an address that changes with every frame
     written = setTimeout(() => history.replaceState(null, "", explorer.toAddress(state)), 200);
     byId("views").classList.toggle("empty", Boolean(found.message) && !byId("summary").firstChild);
     if (found.message) return;
@@ -181,7 +181,7 @@
     view.render(byId("view"), found, app, isMoving);
   }
 
-  // The fields of a view; one that the reader writes in is left alone.
+  // Fill in the fields of a view, but not the field that has the focus.
   function fillView(el, state) {
     const group = state.num_heads / state.num_kv_heads, heads = Array.from({ length: state.num_heads }, (_, head) => head);
     for (const input of el.querySelectorAll("[data-state]")) {

@@ -1,4 +1,4 @@
-// A pattern in plain integers: what is refused of it, its offsets, its Python. As in flexdilated/core/pattern.py.
+// A pattern in plain integers: its errors, its offsets, its Python. As in flexdilated/core/pattern.py.
 "use strict";
 var explorer = window.explorer || {};
 window.explorer = explorer;
@@ -6,13 +6,13 @@ window.explorer = explorer;
 (() => {
   const HEADS = ["all", "grouped"];
   const OFFSETS = ["blocked", "interleaved"];
-  // Beyond these nothing is drawn in time. Positions stay far below 2^53, where numbers stop being integers.
+  // Larger patterns would take too long to draw. Positions stay far below 2^53, up to which integers are exact.
   const LIMITS = { segment_length: 2 ** 40, window: 2 ** 40, global_tokens: 2 ** 40, seq_len: 2 ** 30, num_heads: 128, layers: 64, branches: 12 };
 
   const ceilDiv = (a, b) => Math.ceil(a / b);
   const mod = (a, b) => ((a % b) + b) % b;
 
-  // How many positions offset, offset + rate, ... lie below length.
+  // How many positions offset, offset + rate, ... are below length.
   const numKept = (length, rate, offset) => Math.max(0, Math.ceil((length - offset) / rate));
 
   // -- as Python writes values -------------------------------------------------------------------------------------------------
@@ -38,9 +38,9 @@ window.explorer = explorer;
     return Number.isSafeInteger(number) ? number : BigInt(trimmed);
   }
 
-  // -- what is refused ---------------------------------------------------------------------------------------------------------
+  // -- errors ------------------------------------------------------------------------------------------------------------------
 
-  // The library's own message for a pattern that it refuses, and for numbers that do not go with it; else null.
+  // The library's own message for a wrong pattern, and for numbers that do not fit the pattern; else null.
   function refusal(state) {
     const { segment_lengths: lengths, dilation_rates: rates } = state;
     for (const [name, values] of [["segment_lengths", lengths], ["dilation_rates", rates]]) {

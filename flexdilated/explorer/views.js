@@ -251,7 +251,7 @@
     },
   };
 
-  // Strips of tokens over the whole sequence: { name, text, counted: how many in each bin, spans to outline }; gives what the colours mean.
+  // Strips of tokens over the whole sequence: { name, text, counted: how many in each bin, spans to outline }; returns the legend of the colours.
   function strips(box, rows, state, colours) {
     if (box.dataset.count !== String(rows.length)) {
       box.dataset.count = rows.length;
@@ -279,7 +279,7 @@
 
   const sum = (values) => values.reduce((total, value) => total + value, 0);
 
-  // How many keys of some runs lie in each bin.
+  // The number of keys of some runs in each bin.
   function binned(runs, edges) {
     const counts = new Float64Array(edges.length - 1);
     const below = (run, token) => Math.min(run.rows, explorer.numKept(token, run.rate, run.first));

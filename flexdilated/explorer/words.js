@@ -24,7 +24,7 @@
     return `${share > 99.9 ? Math.floor(share * 100) / 100 : Number(share.toPrecision(3))} %`;
   }
 
-  // What is this many times as much, or as little.
+  // A ratio in three digits.
   function times(value) {
     return value < 100 ? value.toFixed(value < 10 ? 2 : 1) : Math.round(value).toLocaleString("en");
   }

@@ -114,8 +114,8 @@ class TorchscaleAttention(nn.Module):
 
         The arguments are torchscale's. `key_padding_mask` `(B, N)`, nonzero where a key is ignored, has an effect only with
         `apply_padding_mask`. `attn_mask` and `rel_pos` must be None, as for torchscale on flash-attn, and so must
-        `incremental_state`: torchscale's own decoding is right inside the first segment only. Without it `is_first_step` means
-        nothing.
+        `incremental_state`: torchscale's own decoding is correct inside the first segment only. `is_first_step` has no effect
+        without it.
 
         Raises:
             NotImplementedError: If an argument that must be None is not.

@@ -210,11 +210,11 @@ def dilated_varlen(
 
 
 def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | None) -> Tensor:
-    """`(B, N)` bool: where documents begin in whole sequences, read from the function of a mask, whose queries are this rank's.
+    """`(B, N)` bool: where documents begin in whole sequences, read from the mask of this rank's queries.
 
-    A token begins a document if it does not see the one before it. Then every token must see itself and the first of its document,
-    and neither the next token nor the last of the document before. Every rank of the mesh must ask. If that is not so on one rank,
-    or the mask has a function for each head, all ranks raise ValueError.
+    A token begins a document if it does not see the token before it. Every token must see itself and the first token of its
+    document, but neither the next token nor the last token of the document before. Every rank of the mesh must call this function.
+    If a rank finds another mask, or the mask differs between heads, all ranks raise ValueError.
     """
     if mask.shape[1] != 1:
         raise ValueError(f"attention_masks must be one mask for all heads, got {mask.shape[1]}")

@@ -384,10 +384,10 @@ class LongNetLM(nn.Module):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model is in evaluation mode inside; afterwards every module of it is in its own mode again, also after an error.
+    """Set a model to evaluation mode inside the block, and restore the mode of each module afterwards, also after an error.
 
-    `model.train(was_training)` would not do: it gives all modules one mode, so that a frozen part, kept in evaluation mode inside a
-    model in training, would train on.
+    `model.train(was_training)` would give all modules one mode: a frozen part, kept in evaluation mode inside a model in training,
+    would be in training mode afterwards.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:

@@ -12,14 +12,14 @@ from flexdilated.core.tracing import writes_onnx
 
 
 def ignored_keys(mask: Tensor | None) -> Tensor | None:
-    """The bool mask of a key padding mask that may be in floating point: 0 and -inf, else a ValueError."""
+    """A key padding mask as bool. Raises ValueError for a float mask with values other than 0 and -inf."""
     if mask is None or not mask.is_floating_point():
         return mask
     return (refuse_float_mask if writes_onnx() else _ignored)(mask)
 
 
-# An operator: the compiler cannot trace what looks at values, and an exported or compiled program has to look at them too. No CUDA
-# graph can.
+# An operator, because the compiler cannot trace code that reads values, and an exported or compiled program must check them too. A
+# CUDA graph cannot read values.
 
 
 @torch.library.custom_op("flexdilated::ignored_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

@@ -205,7 +205,7 @@ def _encoded(
 
 @torch.inference_mode()
 def _forward(model: LongNetViT, pack: list[_ReadSlide], all_layers: bool, tiles: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Embeddings `(S, 1 or layers, embed_dim)`, and the tokens of the tiles of each slide, `(N, embed_dim)`."""
+    """Embeddings `(S, 1 or layers, embed_dim)`, and with `tiles` the output tokens of each slide's tiles, `(N, embed_dim)`."""
     weight = model.cls_token
     sizes = [len(slide.cells) for slide in pack]
     coords = torch.cat([slide.cells for slide in pack])[None] * model.tile_size

@@ -65,7 +65,7 @@ def create_model(
     backend: str = "auto",
     mesh: DeviceMesh | None = None,
 ) -> LongNetViT:
-    """The slide encoder of a name, as Prov-GigaPath's function of the same name gives it; nothing is downloaded.
+    """The slide encoder of a name, as Prov-GigaPath's function of the same name returns it; nothing is downloaded.
 
     Args:
         pretrained: Path of `slide_encoder.pth`, or of a classifier of slides. None or `""`: random weights.

@@ -79,7 +79,7 @@ def grid_cells(
         step = grid_step(coords)
         distance = "" if step is None else f"; neighbours are {step} apart"
         raise SlideError(
-            f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where they cannot be told apart{distance}: "
+            f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where they cannot be distinguished{distance}: "
             "multiply numbers of tiles, or pixels of another level, to get pixels of level 0; check --tile-size-level0; for tiles "
             "that overlap use --shared-cells"
         )

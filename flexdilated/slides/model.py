@@ -185,9 +185,9 @@ class LongNetViT(nn.Module):
         return self._states(x, coords, cu_seqlens, shard_lengths, all_layers=True)
 
     def pool(self, tokens: Tensor, padding_mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The slide embeddings `(B, embed_dim)` of tokens `(B, 1 + N, embed_dim)`, of the tiles that are no padding `(B, N)`.
+        """The slide embeddings `(B, embed_dim)` from tokens `(B, 1 + N, embed_dim)`, without tiles in `padding_mask` `(B, N)`.
 
-        With `cu_seqlens` `(S + 1,)`, which counts tiles: `(S, embed_dim)` of packed slides, of tokens `(1, S + N, embed_dim)`.
+        With `cu_seqlens` `(S + 1,)`, in tiles: `(S, embed_dim)` of packed slides from tokens `(1, S + N, embed_dim)`.
         """
         if cu_seqlens is not None:
             limits = [num_tiles + slide for slide, num_tiles in enumerate(cu_seqlens.tolist())]

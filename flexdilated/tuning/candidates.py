@@ -45,7 +45,7 @@ def switched(plans: dict[Any, Any] | None = None, **constants: object) -> Iterat
 
     `plans`: launches that were planned with these values. Raises NotImplementedError if there is no such constant.
     """
-    launch: Any = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which need not be there
+    launch: Any = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which may not be installed
     missing = [name for name in constants if not hasattr(launch, name)]
     if missing:
         raise NotImplementedError(f"this checkout has no {', '.join(missing)}")

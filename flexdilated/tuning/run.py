@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import DispatchKey, measured, why_not
-from flexdilated.backends.measured import ENOUGH, WRONG, faster
+from flexdilated.backends.measured import LARGEST_RATIO, WRONG, faster
 from flexdilated.backends.triton import backend as triton_backend
 from flexdilated.core.files import replaced
 from flexdilated.core.hardware import Hardware, detect, dtype_name, recommended_dtype
@@ -264,7 +264,7 @@ def _is_right(candidate: Candidate, way: str, checks: Sequence[Json]) -> bool:
 def _calls(
     able: Sequence[Candidate], x: tuple[Any, ...], constants: tuple[str, ...], verdicts: dict[str, str], *, training: bool
 ) -> Iterator[tuple[str, TimedCall]]:
-    """Calls that run and agree with sdpa, after one call each. `verdicts` gets the verdicts of the others, except out of memory."""
+    """Calls that run and agree with sdpa, after one call each. `verdicts` receives the other verdicts, except out of memory."""
     expected: tuple[torch.Tensor, ...] = ()
     for candidate in (Candidate("sdpa", "sdpa"), *able, Candidate("dense", "dense")):
         name, plain = candidate.name, dense_call(x, training=training) if candidate.name == "dense" else None
@@ -310,7 +310,7 @@ def _assert_near(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor,
 def _best(able: Sequence[Candidate], rows: Sequence[Json]) -> Candidate | None:
     """The fastest form of the Triton kernels over all lengths; the usual form unless another one gains enough."""
     usual = next((c for c in able if c.backend == "triton" and not c.is_form), None)
-    best, least = usual, ENOUGH
+    best, least = usual, LARGEST_RATIO
     for form in [c for c in able if c.is_form] if usual else []:
         ratios = [row["ms"][form.name] / row["ms"]["triton"] for row in rows if {form.name, "triton"} <= row["ms"].keys()]
         if ratios and statistics.geometric_mean(ratios) < least:

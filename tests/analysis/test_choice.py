@@ -91,12 +91,12 @@ def test_sentences() -> None:
 
 def test_sentences_of_causal_patterns_name_no_later_token() -> None:
     found = choose_pattern(512, 8, is_causal=True).shown
-    assert all(" No token reads a later one." in each.why for each in found)
+    assert all(" No token reads later tokens." in each.why for each in found)
     assert found[2].why.startswith("Each token reads a window of 16 tokens and the first 4. In each head, ")
     beyond = " No segment is as long as the sequence: "
     unseen = np.tril(~reachable(found[3].pattern, 512, 8, layers=64, is_causal=True))
     assert 0 < max(q - k for q, k in np.argwhere(unseen)) <= 6
-    but = "all is seen after several layers, but some of the 6 tokens just before a token may stay unseen."
+    but = "a token has seen all earlier tokens after several layers, except perhaps some of the 6 tokens just before it."
     assert found[3].why.endswith(beyond + but)
     far = choose_pattern(2**33, 9, budget=1e-5).shown[0]
     assert beyond + "it takes several layers to see far tokens." in far.why

@@ -131,7 +131,7 @@ def test_json_holds_what_is_printed() -> None:
         ),
         (4, 6500, "the default of models, takes "),
         (4, 7000, None),
-        (2, 2**20, "take at least 25 % at any length, over the budget."),
+        (2, 2**20, "need at least 25 % of the pairs at any length, more than the budget."),
         (1, 512, "takes 100 % of the pairs; "),
     ],
 )

@@ -34,13 +34,13 @@ def test_train_writes_goes_on_and_begins_anew(tmp_path: Path, text: Path) -> Non
     assert code == 0
     assert "bits per held-out byte" in out
     assert "step 0 of 4, 74 bytes each" in out
-    assert re.search(r"dilated: the first step took \d+ s; steps left: 2, for about \d+ s\n", out)
+    assert re.search(r"dilated: the first step took \d+ s; 2 steps are left, about \d+ s\n", out)
     raw, dense, more = out.splitlines()[-3:]
     held_out = load_corpus([tmp_path], 37, without=[run]).held_out.numpy().tobytes()
     sizes = [8 * len(packed) / len(held_out) for packed in (gzip.compress(held_out), lzma.compress(held_out, preset=9))]
-    assert raw == "bits per byte: raw bytes have 8; of all held-out text gzip makes {:.2f}, xz {:.2f}".format(*sizes)
+    assert raw == "bits per byte: raw bytes have 8; gzip compresses all held-out text to {:.2f}, xz to {:.2f}".format(*sizes)
     bits = checkpoint.read(checkpoint.latest(run / "dense"))[0]["history"][-1]["held_out"]  # type: ignore[arg-type]
-    assert dense == f"a dense model of this size and these steps: {bits:.2f} bits per held-out byte"
+    assert dense == f"a dense model of this size, trained for as many steps: {bits:.2f} bits per held-out byte"
     assert more.startswith(
         f"next: flexdilated generate --model {run / 'dilated'} --prompt 'def '; your own text, longer: flexdilated "
     )
@@ -68,7 +68,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) ->
     code, out, err = train(tmp_path / "same", text, weights, "--learning-rate=0", "--steps=1")
     assert code == 0, err
     history = checkpoint.read(checkpoint.latest(tmp_path / "same" / "dilated"))[0]["history"]  # type: ignore[arg-type]
-    assert f"the weights that it begins with give {history[-1]['held_out']:.3f} bits per held-out byte" in out
+    assert f"the initial weights give {history[-1]['held_out']:.3f} bits per held-out byte" in out
     before, after = (LongNetLM.from_pretrained(tmp_path / name / "dilated") for name in ("first", "same"))
     for a, b in zip(before.parameters(), after.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -106,7 +106,7 @@ def test_a_dense_model_is_named_beside_the_default_run_alone(tmp_path: Path, tex
         f": {training.DENSE_BITS:.2f} bits per held-out byte, measured once with the default options; --dense --overwrite "
         "measures it here"
     )
-    assert training.beside_dense({}, is_default=False).endswith("the same command with --dense --overwrite trains it too")
+    assert training.beside_dense({}, is_default=False).endswith("add --dense --overwrite to the command")
 
 
 def test_rates_that_the_heads_cannot_keep_are_reported(tmp_path: Path, text: Path) -> None:

@@ -97,7 +97,7 @@ def test_colours_follow_logarithms_where_one_weight_would_hide_the_others() -> N
     ("options", "message"),
     [
         ({"grid": (5, 7), "words": ["a"] * 35}, "words must come without grid, got both"),
-        ({"grid": (5, 6)}, r"grid must be \(rows, columns\) of N=35 patches, got \(5, 6\); leave out tokens that are none"),
+        ({"grid": (5, 6)}, r"grid must be \(rows, columns\) of N=35 patches, got \(5, 6\); leave out tokens that are no patches"),
         ({"words": ["a"] * 34}, "words must hold one text per token=35, at most 480, got 34"),
         ({"queries": 35}, r"queries must be in \[0, N=35\), got 35"),
         ({"queries": [1, 2]}, "queries must be one position, or one per panel=1, got 2"),

@@ -53,9 +53,9 @@ def test_tiles_that_do_not_overlap_never_share_a_cell() -> None:
 @pytest.mark.parametrize(
     ("coords", "options", "message"),
     [
-        ("tile numbers", {}, "cannot be told apart; neighbours are 1 apart: multiply numbers of tiles"),
-        ("another level", {}, "cannot be told apart; neighbours are 128 apart: multiply numbers of tiles, or pixels"),
-        ("overlapping pieces", {}, "cannot be told apart: multiply"),
+        ("tile numbers", {}, "cannot be distinguished; neighbours are 1 apart: multiply numbers of tiles"),
+        ("another level", {}, "cannot be distinguished; neighbours are 128 apart: multiply numbers of tiles, or pixels"),
+        ("overlapping pieces", {}, "cannot be distinguished: multiply"),
         ("level 0", {"tile_size_level0": 256}, "says that a tile has 512 pixels at level 0, --tile-size-level0 is 256"),
         ("level 0", {"magnification": 40.0}, "says that its tiles were embedded at magnification 20, --magnification is 40"),
         ("twice", {}, "has 2 tiles at coordinates that another tile has too"),

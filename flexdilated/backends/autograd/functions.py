@@ -23,7 +23,7 @@ from flexdilated.backends.autograd.combine import PartialOutput, heads_of, mix, 
 from flexdilated.backends.autograd.grids import Grid, Tile, draw_grids, num_parts, tiles
 from flexdilated.backends.autograd.records import attend_recorded
 from flexdilated.backends.dense.windows import dense_pieces
-from flexdilated.backends.dropout import draw_seed, draws_of_its_own, fold_in, refuse_draws_again
+from flexdilated.backends.dropout import draw_seed, fold_in, refuse_draws_again, seeded_draws
 from flexdilated.core.branch import Near
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
@@ -71,7 +71,7 @@ def attend_by_operations(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[T
             )
         seed = draw_seed(call.dropout_p, call.first_sequence)
         assert seed is not None
-        with draws_of_its_own(fold_in(int(seed.item()), 1 + call.first_head), q.device):
+        with seeded_draws(fold_in(int(seed.item()), 1 + call.first_head), q.device):
             return _pieces(q, k, v, call)
     refuse_compiled_borders(call, "score_mod and mask_mod")
     traced, transformed = torch.compiler.is_compiling(), is_transformed(q, k, v)
@@ -208,8 +208,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """`attend_rows` without recomputation: the one place that scales scores, applies the functions, and masks.
 
-    The functions see tensors that broadcast to the scores instead of one pair: being pointwise, with tables indexed by positions,
-    they cannot tell.
+    The functions receive tensors that broadcast to the scores instead of one pair. The result is the same for pointwise functions
+    that index tables by positions.
     """
     dtype = accumulated(q.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -234,14 +234,14 @@ def _attend(
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """`_pieces` for compilers: branches are read as padded grids, which are fewer, and serve a symbolic number of tokens."""
+    """`_pieces` for compilers, by padded grids: fewer than the pieces, and valid for a symbolic number of tokens."""
     pattern, key_padding_mask, is_causal = call.pattern, call.key_padding_mask, call.is_causal
     (batch, num_tokens), num_held = q.shape[:2], k.shape[2]
     group, kv_heads = q.shape[2] // num_held, call.num_kv_heads or num_held
     within = call.part_of_heads(num_held) or range(num_held)
     parts = num_parts(pattern, known_batch(batch), num_tokens, kv_heads, group=group, is_causal=is_causal, scores=SCORES)
     grids = draw_grids(pattern, num_tokens, kv_heads, within, group=group, is_causal=is_causal, parts=parts, device=q.device)
-    check_mods(call.score_mod, call.mask_mod, q)  # again: without fullgraph the graph breaks above, and forgets what they read
+    check_mods(call.score_mod, call.mask_mod, q)  # again: without fullgraph a graph break above loses the first check
     if key_padding_mask is not None:
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
     own_tiles = [tile for tile in tiles(pattern, "grids", is_causal=is_causal) if tile.heads(pattern, kv_heads, within)]
@@ -255,7 +255,7 @@ def _attend_grid(q: Tensor, k: Tensor, v: Tensor, tile: Tile, grid: Grid, call: 
     band = -UNBOUNDED, 0 if call.is_causal else UNBOUNDED
     if tile.window is not None:
         band = tile.window.band(is_causal=call.is_causal)
-    # Padding holds zeros: what other tokens hold must not matter.
+    # Padding is set to zero, so that values of other tokens have no effect.
     k, v = (x[:, grid.keys, grid.kv_heads].masked_fill(grid.is_ignored[..., None], 0.0)[:, :, None] for x in (k, v))
     ignored = grid.is_ignored[None] if call.key_padding_mask is None else grid.is_ignored | call.key_padding_mask[:, grid.keys]
     b = torch.arange(q.shape[0], device=q.device)[:, None, None, None, None]

@@ -32,14 +32,14 @@ class Grid(NamedTuple):
     """Indices of the rows of a tile. A lane is one key/value head in one block. Queries come in parts."""
 
     queries: Tensor  # (parts, L, M): the token of every query
-    heads: Tensor  # (parts, L, M): its head
-    is_unread: Tensor  # (parts, L, M): whether it is padding
+    heads: Tensor  # (parts, L, M): the head of every query
+    is_unread: Tensor  # (parts, L, M): whether the query is padding
     keys: Tensor  # (L, R): the token of every key
-    kv_heads: Tensor  # (L, 1): its head
-    is_ignored: Tensor  # (L, R): whether it is padding
+    kv_heads: Tensor  # (L, 1): the key/value head of every lane
+    is_ignored: Tensor  # (L, R): whether the key is padding
     lanes: Tensor  # (N, H): the lane of every token of every head
-    rows: Tensor  # (N, H): its query in that lane, counted through all parts
-    is_kept: Tensor  # (N, H): whether there is one
+    rows: Tensor  # (N, H): the index of that token's query in the lane, over all parts
+    is_kept: Tensor  # (N, H): whether the head keeps the token, so that the query exists
 
 
 class Tile(NamedTuple):
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     is_first: bool = False  # only the first block has queries
 
     def heads(self, pattern: DilatedPattern, kv_heads: int, within: range) -> range:
-        """Those of the key/value heads `within` those of the model that run the branch."""
+        """The key/value heads in `within`, a range of the model's heads, that run the branch."""
         heads = pattern.head_range(self.branch, kv_heads)
         return range(max(heads.start, within.start), min(heads.stop, within.stop))
 
@@ -79,7 +79,7 @@ def locate(row: Tensor, first: Tensor, kept_rows: Kept, num_tokens: int) -> tupl
     Padding has some token of the same segment, as functions may expect.
     """
     last = (first + kept_rows.length).clamp(max=num_tokens) - 1
-    first = first.minimum(last)  # of segments that are padding; none of their rows is read
+    first = first.minimum(last)  # in segments that are padding, whose rows are not read
     token = first + kept_rows.offset + row * kept_rows.rate
     return torch.where(token > last, first, token), token > last
 
@@ -102,9 +102,9 @@ def draw_grids(
     parts: Sequence[int],
     device: torch.device,
 ) -> list[Grid]:
-    """One grid per tile, of the key/value heads `within` those of the model; queries of tile `i` are split in `parts[i]` parts.
+    """One grid per tile, for the key/value heads in `within`; the queries of tile `i` are split in `parts[i]` parts.
 
-    All of them are data to the compiler: it traces no arithmetic of indices, and must not see that they are ranges. Inductor's
+    To the compiler the grids are data: it traces no arithmetic of indices, and must not see that they are ranges. Inductor's
     loops over a quotient or remainder of a symbolic range leave out the last, incomplete round (torch 2.13, CPU).
 
     Raises:
@@ -147,7 +147,7 @@ def _indices(
         queries, is_unread, query_head = (x.unflatten(1, (count, width)).transpose(0, 1).contiguous() for x in places)
         key, is_ignored = locate_keys(tile, first_key + torch.arange(keys, device=device), first, kept_rows, num_tokens)
         kv_head_of_query = head // group + first_head
-        run_head = (kv_head_of_query - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
+        run_head = (kv_head_of_query - run.start).clamp(0, len(run) - 1)  # index among the heads that run this branch
         kept_rows = Kept(length, rate, offsets[run_head])
         lane, is_kept = token // length * len(run) + run_head, kept_rows.keeps(token) & (kv_head_of_query == run.start + run_head)
         if tile.is_first:
@@ -176,8 +176,8 @@ def num_parts(
 ) -> list[int]:
     """For each tile, in how many parts its queries must be split so that at most so many scores exist at the same time.
 
-    Where the number of tokens is a symbol, each answer is a graph. One holds for every number of tokens in which no tile has more
-    parts than some power of 4, and for every batch up to some power of 4 where that is a symbol too.
+    With a symbolic number of tokens, each different result compiles a graph. So the result changes only where the largest number of
+    parts passes a power of 4, and a symbolic batch counts as the next power of 4.
     """
     if torch.compiler.is_compiling() and is_symbolic(batch):
         bound = 4

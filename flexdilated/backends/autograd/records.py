@@ -128,7 +128,7 @@ class _Record(TorchDispatchMode):
         return result
 
     def replay(self, tensors: Sequence[Tensor], *arguments: Tensor) -> Tensor:
-        """The result again, differentiable in the arguments and in `tensors`, which replace the values of `self.held`."""
+        """Compute the result again, differentiable in the arguments and in `tensors`, which replace the values of `self.held`."""
         values: dict[int, Tensor] = dict(enumerate(arguments)) | dict(zip(self.held, tensors))
         for func, args, kwargs, results, unused in self._steps:
             args, kwargs = tree_map_only(_Slot, values.__getitem__, (args, kwargs))
@@ -139,7 +139,7 @@ class _Record(TorchDispatchMode):
         return values[self._result]
 
     def _hold(self, values: Iterable[Any]) -> None:
-        """Hold the tensors among `values` that neither are arguments nor were made by the function."""
+        """Hold the tensors among `values` that are neither arguments nor results of the function's steps."""
         for x in values:
             if isinstance(x, Tensor) and x not in self._slots:
                 self._slots[x] = slot = _Slot(next(self._count))

@@ -42,7 +42,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, call: Call, choice: Choice) ->
         refuse_traced_derivatives()
     seed = draw_seed(call.dropout_p, call.first_sequence) if call.dropout_p > 0.0 else None
     differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    # Kept outputs need a number that follows from sizes alone, and kernels that write them to memory.
+    # Outputs can be kept if sizes alone determine their number, and if the kernels write them to memory.
     keeps = call.pattern.detach_weights and call.cu_seqlens is None and call.backend != "triton" and not is_exporting()
     num_kept = _num_kept(q, call.pattern) if differentiable and keeps else 0
     arguments = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, call.op_options(), num_kept, choice)
@@ -55,7 +55,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, call: Call, choice: Choice) ->
 
 
 def _num_kept(q: Tensor, pattern: DilatedPattern) -> int:
-    """The rows of q's branches that are kept."""
+    """The number of rows of kept branch outputs, over all sequences and heads of q."""
     return q.shape[0] * q.shape[2] * kept_rows(pattern, q.shape[1])
 
 
@@ -72,11 +72,11 @@ def _run(*arguments: Any) -> tuple[Tensor, ...]:
 def _piece_loop(inputs: Inputs, op_options: OpOptions, choice: Choice | None) -> tuple[PieceLoop, Inputs, TokenOrder]:
     """Over the whole sequence: the loop over pieces, the tensors in the order in which it reads them, and that order."""
     inputs, order, spans = inputs.rows_contiguous(), TokenOrder(), documents(inputs.cu_seqlens, inputs.q.shape[1])
-    if len(spans) > 1 and op_options.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
+    if len(spans) > 1 and op_options.engine != "triton":  # a triton launch takes many pieces at any positions
         spans, order = arrange(spans, inputs.q.device)
     if order.tokens is not None:
-        q, k, v, mask, *unordered = inputs
-        inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *unordered)
+        q, k, v, mask, *other_inputs = inputs
+        inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *other_inputs)
     kv_heads = inputs.k.shape[2]
     within = None if kv_heads == op_options.num_kv_heads else range(op_options.first_head, op_options.first_head + kv_heads)
     pieces = plan_pieces(op_options.pattern, spans, op_options.num_kv_heads, op_options.is_causal, within)
@@ -131,7 +131,7 @@ def _backward(
 def _differentiate(*arguments: Any, keeps: bool = False) -> tuple[Tensor, ...]:
     if is_differentiated(*arguments[:7]):
         refuse(None)
-    grads: tuple[Tensor, ...] = (KEEPING if keeps else MIXTURE).backward(*arguments)  # which refuses a derivative of its own
+    grads: tuple[Tensor, ...] = (KEEPING if keeps else MIXTURE).backward(*arguments)  # raises if it is differentiated in turn
     return grads
 
 

@@ -221,7 +221,7 @@ class OwnOutputs:
         self.memory, self.end = memory, 0
 
     def next(self, q: Tensor) -> Tensor:
-        """The memory of the next slab, which has such queries `(batch, heads, rows, D)`."""
+        """The memory for the output of the next slab, whose queries are q `(batch, heads, rows, D)`."""
         first, self.end = self.end, self.end + q.shape[:3].numel()
         return self.memory[first : self.end].view(q.shape)
 
@@ -244,7 +244,7 @@ def merging(request: DispatchKey) -> Any:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop, branch_outs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of the pieces; their own outputs are written to `branch_outs` `(rows, D)` where given."""
+    """`out` and `lse` of the pieces. If `branch_outs` `(rows, D)` is given, the output of each piece is written to it."""
     out = loop.accumulator(q.shape, q.dtype, 0.0, of_queries=True)
     lse = loop.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf, of_queries=True)
     if loop.in_place is not None:
@@ -280,7 +280,7 @@ def backward(
     sums: torch.dtype | None = None,
     branch_outs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dq, dk, dv` of the pieces, in the dtype `sums`, by default that of the inputs; `branch_outs`: as the forward wrote it."""
+    """`dq, dk, dv` of the pieces, in the dtype `sums` (default: the dtype of the inputs). `branch_outs`: written by the forward."""
     # In the dtype of the inputs: a position has one term per branch, and adding those in bfloat16 adds 3 to 6 % to the error that
     # the kernels make anyway, where float32 sums cost three tensors of twice the size.
     dq, dk, dv = (loop.accumulator(x.shape, sums or x.dtype, 0.0) for x in (q, k, v))
@@ -301,7 +301,7 @@ def backward(
     for slab in loop.slabs():
         q_i, k_i, v_i, dout_i, lse_i, *more_inputs = loop.inputs(slab, input_rows)
         inputs, dlse_i = (q_i, k_i, v_i), None if dlse is None else more_inputs[-1]
-        # Of w p_i (dout v^T - rowsum(dout out_i)) only the output is the piece's own: w p_i = exp(score - lse).
+        # In w p_i (dout v^T - rowsum(dout out_i)), only `out_i` belongs to this piece alone: w p_i = exp(score - lse).
         if not loop.detaches:
             out_i = more_inputs[0]
         elif own_outputs is None:

@@ -71,7 +71,7 @@ def _trimmed(piece: Piece) -> Piece:
 
 
 def _chunks(piece: Piece, shares: bool) -> Iterator[Piece]:
-    """Chunks of queries, each with all keys of their windows; the chunks of one piece share no key, unless it `shares` them."""
+    """Chunks of queries, each with all keys of their windows. `shares`: the chunks of one piece may share keys."""
     before, after = min(-piece.low, piece.rows), min(piece.high, piece.keys)
     size = min(max((before + 1) // 2, LEAST_CHUNK), MOST_CHUNK)
     # Chunks whose keys are all inside the sequence have equal shapes. Every `apart`-th of them is in one piece: they share no key.

@@ -72,10 +72,10 @@ def _group(pieces: list[Piece]) -> PieceGroup:
 
 
 def table_of(numbers: Sequence[Any], programs: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The table of many pieces: rows `(P, numbers and the first program)`, and per program the row of its own.
+    """The table of many pieces, one row each with `numbers` and its first program; and the index of the row of each program.
 
-    Made for each launch, in its stream, so that its memory is not reused too early. The host does not wait for the copy: it would
-    wait for all earlier launches. `numbers` are arrays `(P,)`, and `programs` `(P,)` is how many compute each piece.
+    Made for each launch, in its stream, so that its memory is not reused too early. The host does not wait for the copy, since it
+    would wait for all earlier launches. `numbers` are arrays `(P,)`; `programs` `(P,)`: the number of programs of each piece.
     """
     rows = torch.from_numpy(np.stack([*numbers, np.cumsum(programs) - programs, programs], axis=1))
     table = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)

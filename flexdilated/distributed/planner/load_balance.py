@@ -70,8 +70,8 @@ def _pairs_before(cut: CutSegments, position: Integers, num_tokens: Integers, w:
     total: Integers = np.maximum(num_whole - without, 0) * far_pairs(rows, 0, rows, is_causal=cut.is_causal, apart=apart)
     of_last = far_pairs(rows, 0, rows, is_causal=cut.is_causal, skipped=skipped(without - 1), apart=apart)
     total = total + np.where((without > 0) & (without <= num_whole), of_last, 0)
-    of_part = np.minimum(skipped(num_whole), last)
-    return total + far_pairs(last, 0, queries, is_causal=cut.is_causal, skipped=of_part, apart=apart)
+    skipped_rows = np.minimum(skipped(num_whole), last)
+    return total + far_pairs(last, 0, queries, is_causal=cut.is_causal, skipped=skipped_rows, apart=apart)
 
 
 def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:

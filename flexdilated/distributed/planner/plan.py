@@ -68,7 +68,7 @@ class ContextPlan(CutSegments):
 
     @cached_property
     def keeps_outputs(self) -> bool:
-        """Whether a forward keeps its own outputs of branches, which a backward with constant mixing weights reads."""
+        """Whether a forward keeps the outputs of branches, which a backward with `detach_weights` reads."""
         return len(self.documents) == 1 and kept_rows(self.pattern, 1) > 0
 
     @cached_property
@@ -103,7 +103,7 @@ class ContextPlan(CutSegments):
                 first=segments.token + low,
                 end=segments.token + high,
                 origin=segments.token,
-                # Fewer queries than the rate ask for nothing of other offsets.
+                # With fewer queries than the rate, only their own offsets need keys.
                 residue=far.query % rate,
                 residues=np.minimum(far.query_end - far.query, rate),
                 place=parts.place,

@@ -95,7 +95,7 @@ def _most_rows(plan: ContextPlan, exchange: str, kind: str) -> Integers:
 
 
 def counts(plan: ContextPlan, exchange: str, max_work: int) -> tuple[Counts, bool]:
-    """`(counts, is_exact)`: the rows that ranks exchange, by kind; upper bounds if listing takes more work than `max_work` rows."""
+    """`(counts, is_exact)`: the rows that ranks exchange, by kind; upper bounds if listing takes more than `max_work` rows."""
     upper = bounds(plan, exchange)
     work = 2 * sum(int(upper[kind].received.sum()) + MESSAGE * (plan.num_ranks + upper[kind].messages) for kind in KINDS)
     return (listed(plan, exchange), True) if work <= max_work else (upper, False)

@@ -179,7 +179,7 @@ class CutSegments:
         document, number = expand_ranges(low, high - low)
         cut = inner[number] - start[document]
         w = np.minimum(self.lengths[:, None], num_tokens)  # (branches, documents)
-        # Cut where a shard begins: segments that begin before it and end after it.
+        # The segments that contain the first token of a shard, but not as their first token.
         first, last = cut // w[:, document], -(-cut // w[:, document])  # (branches, cuts)
         # Several shards may begin in one segment.
         first[:, 1:] = np.where(document[1:] == document[:-1], np.maximum(first[:, 1:], last[:, :-1]), first[:, 1:])

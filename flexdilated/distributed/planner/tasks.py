@@ -156,9 +156,9 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
 
 @recent(size=lambda rows, plan, *_: plan.nbytes)
 def output_rows(plan: ContextPlan, exchange: str, rank: int, backend: str) -> int:
-    """The rows of outputs that a rank keeps for its backward, per query head of a key/value head: of tasks and of pieces."""
+    """The rows of outputs of tasks and pieces that a rank keeps for its backward, for one query head per key/value head."""
     if not plan.keeps_outputs:
         return 0
-    pieces = () if backend == "triton" else local_pieces(plan, rank)  # whose kernels write no outputs of pieces
+    pieces = () if backend == "triton" else local_pieces(plan, rank)  # triton kernels write no outputs of pieces
     rows = sum(piece.segments * piece.offsets * piece.heads * piece.rows for piece in pieces)
     return rows + sum(len(task.heads) * (task.queries[1] - task.queries[0]) for task in tasks_of(plan, exchange, rank))

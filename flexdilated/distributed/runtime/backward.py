@@ -23,7 +23,7 @@ def context_backward(
     Args:
         work, transport: As in the forward, with other tags.
         outputs: `dout`, `out` `(B, n, H, D)`, `dlse`, `lse` `(B, H, n)` of this rank's shard.
-        received: What the forward kept; None: rows travel again.
+        received: The rows and outputs that the forward kept; None: rows are exchanged again.
     """
     buffers, (q, k, v) = work.buffers, (work.inputs.q, work.inputs.k, work.inputs.v)
     remote, wait_for_outputs = _exchange_output_gradients(work, outputs, transport)
@@ -111,7 +111,7 @@ def _split_by_task(work: TaskAttention, outputs: OutputGradients, remote: dict[i
 def _with_own_outputs(
     work: TaskAttention, grads_by_task: list[OutputGradients], transport: Transport, *, received: bool
 ) -> list[OutputGradients]:
-    """Replace the final output by each task's own, computed again: with constant weights of branches, it is needed."""
+    """Replace `out` by each task's own output, computed again, which constant mixing weights need."""
     partials = work.empty_partials()
     for source in sources(work, transport, received=received):
         work.attend(partials, source)

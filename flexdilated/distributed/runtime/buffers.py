@@ -21,7 +21,7 @@ from flexdilated.distributed.runtime.schedule import RowRange, Schedule, Schedul
 class Buffers:
     """The tensors of a rank's shard in a call, and the rows that it has received.
 
-    `keeps`: whether keys and values of all ranks are held together; in a ring, one rank's after another's.
+    `keeps`: whether keys and values of all ranks are stored at the same time. A ring stores those of one rank after another.
     """
 
     def __init__(self, inputs: Inputs, schedule: Schedule, *, keeps: bool) -> None:
@@ -74,7 +74,7 @@ class Buffers:
         return self.grouped(x).transpose(0, 1)[tokens, :, heads]
 
     def rows_of(self, task: ScheduledTask, local: Tensor, remote: dict[int, Tensor]) -> Tensor:
-        """`(b lane) group row d`: a task's rows of its queries, or of what belongs to its outputs.
+        """`(b lane) group row d`: the rows of a task's queries, or of tensors shaped like its outputs.
 
         `local` is `(B, n, H, D')` of this rank's shard, and `remote` `(E, B, group, D')` of each other rank.
         """

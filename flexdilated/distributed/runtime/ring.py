@@ -21,7 +21,7 @@ def sources(
     """The ranks whose keys can be read now in `work.buffers.kv_rows`; None: all. In a ring two ranks' rows are held at a time.
 
     A ring begins with this rank, then `rank - 1`, `rank - 2`, and so on. `meanwhile` is called once, while the first messages
-    travel. `received`: whether keys are there already, unless in a ring.
+    travel. `received`: whether the keys have been received before, which a ring ignores.
     """
     if not work.is_ring:
         wait = (lambda: None) if received else exchange_keys(work.buffers, transport)
@@ -35,7 +35,7 @@ def sources(
         rows = max((place.stop - place.start for place in places.values()), default=0)
         return buffers.k.new_empty(rows, buffers.batch, buffers.kv_width)
 
-    outgoing = longest(via.sends)  # has left when the next message is packed
+    outgoing = longest(via.sends)  # is sent before the next message is packed
     incoming = [longest(via.receives) for _ in range(2)]
     for step in range(num_ranks):
         source, target = (rank - step - 1) % num_ranks, (rank + step + 1) % num_ranks

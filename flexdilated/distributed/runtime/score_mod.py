@@ -19,7 +19,7 @@ from torch import Tensor
 from flexdilated.backends.autograd import functions
 from flexdilated.backends.autograd.combine import PartialOutput, Scattered, mix, unshared
 from flexdilated.backends.dense.windows import MOST_CHUNK, dense_pieces
-from flexdilated.backends.dropout import draws_of_its_own, fold_in
+from flexdilated.backends.dropout import fold_in, seeded_draws
 from flexdilated.backends.flex import rows as flex
 from flexdilated.core.call import Call
 from flexdilated.core.checks import call_mod, first_pair, refuse_zero_keys
@@ -92,7 +92,7 @@ def attend_modified(
         token = token + first.flatten()[:0].to(token.dtype) if first.requires_grad else token
     attend_piece = flex.attend_piece if call.backend == "flex" else functions.attend_piece
     own_seed = None if seed is None else fold_in(seed, ((rank + 1) << 40) + plan.within.start)
-    with draws_of_its_own(own_seed, q.device), without_autocast(q.device):
+    with seeded_draws(own_seed, q.device), without_autocast(q.device):
         if mask is not None:
             # What ignored keys and values hold must not matter, and 0 times NaN would.
             k, v = (x.masked_fill(mask[:, :, None, None], 0.0) for x in (k, v))

@@ -54,14 +54,14 @@ class TaskAttention:
         self.loop = PieceLoop(inputs, op_options, local_pieces(plan, rank), self._seed)
 
     def own_outputs(self, received: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The end of `received`: the outputs of this rank's pieces, `(rows, D)`, and of each task, `(b lane) group row d`."""
+        """Views of the end of `received`: outputs of this rank's pieces, `(rows, D)`, and of each task, `(b lane) group row d`."""
         shapes = [torch.Size((*shape, self.buffers.head_dim)) for shape in self._shapes()]
         sizes = [shape.numel() for shape in shapes]
         outs, *tasks = received[self.buffers.num_received :].split([self.num_kept - sum(sizes), *sizes])
         return outs.view(-1, self.buffers.head_dim), tuple(x.view(shape) for x, shape in zip(tasks, shapes))
 
     def _shapes(self) -> Iterator[tuple[int, int, int]]:
-        """`(b lane) group row` of each task."""
+        """The sizes `(b lane) group row` of the outputs of each task."""
         for task, *_ in self.schedule.tasks:
             yield self.buffers.batch * len(task.heads), self.buffers.group, task.queries[1] - task.queries[0]
 

@@ -52,7 +52,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         """Nothing: the first attention makes the store, in the pattern of its module."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values given, `(B, Hkv, T, D)`, bound to this layer."""
+        """The keys and values `(B, Hkv, T, D)` as they are, bound to this layer."""
         self._check_attended()
         self._is_waiting = True
         self.num_seen += key_states.shape[-2]
@@ -63,8 +63,9 @@ class DilatedCacheLayer(CacheLayerMixin):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, call: Call) -> Tensor:
         """Attention of the tokens of the last update, `(B, T, H, D)`, over all that the layer has seen.
 
-        q `(B, T, H, D)`, k and v `(B, T, Hkv, D)` have this rank's heads. `real` `(B, T)`: which tokens are no padding, which is
-        before a sequence; None: all. Raises ValueError if padding follows a token, or the pattern is not that of earlier calls.
+        q `(B, T, H, D)`, k and v `(B, T, Hkv, D)` have this rank's heads. `real` `(B, T)`: False for padding, which must be before
+        the tokens of a sequence; None: no padding. Raises ValueError if padding follows a token, or if the pattern has changed
+        since earlier calls.
         """
         if not self._is_waiting:
             raise NotImplementedError(

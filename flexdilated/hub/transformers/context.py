@@ -176,10 +176,10 @@ def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, count: Any, *, packed: bool) -> bool:
-    """Whether labels of several shards could be compared, in the first forwards with labels. Ignored labels show nothing.
+    """Whether the labels of several shards were compared, in the first forwards with labels. Ignored labels cannot be compared.
 
-    A loader that does not know the mesh, such as `Trainer`'s, gives every rank other sequences. Raises ValueError if the label
-    behind a shard is neither the first of the next one nor the end of a packed document, or if ranks count other numbers of labels.
+    A loader that does not know the mesh, such as `Trainer`'s, gives each rank different sequences. Raises ValueError if the label
+    after a shard is neither the first of the next shard nor the end of a packed document, or if ranks count different labels.
     """
     ends = [x[:, place].tolist() if x.dim() == 2 and x.shape[1] else None for x, place in ((labels, 0), (shift_labels, -1))]
     gathered: list[Any] = [None] * context.mesh.size()

@@ -28,14 +28,14 @@ class HeadShard(NamedTuple):
 
 
 def find_head_shard(module: nn.Module, num_heads: int, num_kv_heads: int, first_head: int | None = None) -> HeadShard | None:
-    """The place in the model of the heads in a call, None where they are all there are.
+    """The position in the model of the heads in a call; None if the call has all heads.
 
-    The model's heads are counted by its config. Where a call has fewer, its rank's place is read from the parameters of the module:
-    tensor parallelism leaves them as DTensors.
+    The model's heads are counted by its config. If a call has fewer, the position of its rank is read from the parameters of the
+    module: tensor parallelism leaves them as DTensors.
 
     `num_heads` are the query heads of the call, `num_kv_heads` its key/value heads, either this rank's part of them or all.
-    `first_head`: index in the model of the first query head, if the caller knows. Raises NotImplementedError if nothing says which
-    part of the heads the call has, ValueError if `first_head` is no place for so many heads.
+    `first_head`: index in the model of the first query head, if the caller knows. Raises NotImplementedError if the part of
+    the heads is not known, ValueError if `first_head` leaves too few heads.
     """
     config: Any = getattr(module, "config", None)
     total = _count(config, QUERY_HEADS)

@@ -170,9 +170,8 @@ def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int, *,
     """Raise NotImplementedError for positions that pack documents where the library does not detect documents.
 
     It looks for documents in causal models that have neither a mask nor a cache. `position_ids` `(B or 1, num_tokens)` are read
-    once for all layers; other shapes (several axes) are not checked. `mask` is None, or `(B, 1, 1, ...)`, of which the first
-    `num_tokens` are -1 at padding, where positions may be any. Positions of neighbouring real tokens
-    must differ by 1.
+    once for all layers; other shapes (several axes) are not checked. `mask` is None, or `(B, 1, 1, ...)`: among its first
+    `num_tokens`, -1 is padding. Positions of neighbouring real tokens must differ by 1; positions of padding are not checked.
     """
     if not _are_read(position_ids, num_tokens):
         return
