@@ -1,6 +1,6 @@
 """The command line: its commands, and the entry point of the process.
 
-Files of commands import torch, and what imports it, inside functions: help and errors of usage need none of it.
+Files of commands import torch, and modules that import torch, inside functions: help and usage errors do not load torch.
 """
 
 from __future__ import annotations

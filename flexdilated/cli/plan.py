@@ -40,14 +40,17 @@ MOST_ELEMENTS = 2**55  # of q: numbers of bytes fit in 64 bits
 AT_MOST = "at most: rows that several branches need are counted once for each of them, since listing all rows takes long"
 EXPLANATION = f"""\
 received: bytes per rank, layer and pass; kB, MB, GB = powers of 1,000
-both: forward and backward together; messages: rows received and sent that a forward holds at once, on the rank that holds most
-rows per head: what the busiest rank receives forward, in rows of K and V, per key/value head
-memory: busiest rank; q, k, v, out and lse of its shard, their gradients, and the messages a forward holds at once
+both: forward and backward together
+messages: bytes received and sent that a forward holds at the same time, on the rank that holds most
+rows per head: rows of K and V that the busiest rank receives in the forward, per key/value head
+memory of the busiest rank: q, k, v, out and lse of its shard, their gradients, and the messages
 work: (query, key) pairs of the busiest rank / mean over ranks
-auto takes the least time at the busiest rank among those whose messages fit the memory budget; if none fits, the least messages
-time: an estimate of one layer, both passes: what is received at the speed of the link, then {FORWARD + BACKWARD} operations per
-pair and element of a head at that of computing; nothing hides the other. The default speeds are those of a GPU of a DGX H100
-ring of everything: K and V pass every rank; backward once more, with dK and dV; its work and that of all-gather are this pattern's
+auto chooses the exchange with the least time at the busiest rank, among those whose messages fit the memory budget;
+if none fits, the exchange with the smallest messages
+time: estimated for one layer, forward and backward: receiving at --link-speed, then {FORWARD + BACKWARD} operations per pair
+and element of a head at --compute-speed, without overlap. The default speeds are those of a GPU of a DGX H100
+ring of everything: K and V visit every rank, and in the backward again with dK and dV
+ring of everything, all-gather: their work is for this pattern
 all-gather: K and V of all ranks are kept for the backward, which only reduces dK and dV
 Ulysses: two all-to-alls turn shards of the sequence into shards of heads and back"""
 
