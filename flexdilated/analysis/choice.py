@@ -160,12 +160,12 @@ def few_heads(choices: Choices) -> str | None:
     if share <= LITTLE_GAIN or any(choice.local >= USEFUL_LOCAL for choice in with_far):
         return None
     least, far = 1 / heads**2, f"a local segment of {USEFUL_LOCAL} tokens and a far branch over all tokens"
-    when = f"need at least {100 * least:.3g} % of the pairs at any length, more than the budget"
+    predicate = f"need at least {100 * least:.3g} % of the pairs at any length, more than the budget"
     if budget > least:
-        when = f"are within the budget from about {float(f'{USEFUL_LOCAL / (budget - least):.2g}'):,.0f} tokens on"
+        predicate = f"are within the budget from about {float(f'{USEFUL_LOCAL / (budget - least):.2g}'):,.0f} tokens on"
     return (
         f"few key/value heads ({heads}): little is gained at {num_tokens:,} tokens. DilatedPattern.causal({num_tokens}, {heads}), "
-        f"the default of models, takes {100 * share:.0f} % of the pairs; {far} {when}."
+        f"the default of models, takes {100 * share:.0f} % of the pairs; {far} {predicate}."
     )
 
 
@@ -188,8 +188,8 @@ def _beyond(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, is_caus
     except NotImplementedError:  # too many tokens or segments to look at
         return " No segment is as long as the sequence: it takes several layers to see far tokens."
     but = "" if layers else f", except perhaps some of the {2 * max(pattern.dilation_rates) - 2} tokens just before it"
-    seen = "all earlier tokens" if is_causal else "all tokens"
-    return f" No segment is as long as the sequence: a token has seen {seen} after {layers or 'several'} layers{but}."
+    tokens = "all earlier tokens" if is_causal else "all tokens"
+    return f" No segment is as long as the sequence: a token has seen {tokens} after {layers or 'several'} layers{but}."
 
 
 def _proposals(num_tokens: int, num_kv_heads: int, global_tokens: int) -> Iterator[DilatedPattern]:

@@ -108,11 +108,11 @@ def prefer(request: DispatchKey) -> tuple[str, ...]:
     if request.head_dim > largest:
         return DEFAULT
     points = [c for c in measured if c.head_dim == nearest]
-    first = points[0].backend
+    fastest = points[0].backend
     for point in points[1:]:
         if request.dynamic or request.num_tokens >= point.tokens:  # one graph for every length does not depend on the length
-            first = point.backend
-    return (first, *(backend for backend in DEFAULT if backend != first))
+            fastest = point.backend
+    return (fastest, *(backend for backend in DEFAULT if backend != fastest))
 
 
 def _is_nearer(a: int, b: int, target: int) -> bool:

@@ -135,8 +135,8 @@ def _preference(hardware: Hardware) -> str:
         failed = [f"{', '.join(form)}" for form, is_right in local.checked.items() if not is_right]
         text += f". It leaves out what did not pass all checks: {'; '.join(failed)}" if failed else ""
     elif package := SHIPPED.get(hardware.device_class, NOTHING).crossovers:
-        about = json.loads(FILE.read_text())[hardware.device_class]["provenance"][-1]
-        where = f"{about.get('hardware', about.get('device_class'))}, torch {about['torch']}, {about['date']}"
+        provenance = json.loads(FILE.read_text())[hardware.device_class]["provenance"][-1]
+        where = f"{provenance.get('hardware', provenance.get('device_class'))}, torch {provenance['torch']}, {provenance['date']}"
         text = f"auto takes {_measured_choice(plain, package)}, by measurements shipped with flexdilated ({where})"
     else:
         text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"

@@ -80,8 +80,8 @@ def mix(layers: Sequence[Sequence[PartialOutput]], q: Tensor, group: int, *, det
     out = lse.new_zeros(q.shape)
     for layer, weight in zip(layers, weights.detach() if detach_weights else weights):
         for place, out_i, _ in layer:
-            get: Any = read if by_index or isinstance(place, Scattered) else box
-            out = _add(out, place, group, out_i.to(out.dtype) * get(weight[..., None], place, group=group), by_index)
+            read_rows: Any = read if by_index or isinstance(place, Scattered) else box
+            out = _add(out, place, group, out_i.to(out.dtype) * read_rows(weight[..., None], place, group=group), by_index)
     return out.to(q.dtype), lse[0].transpose(1, 2)
 
 

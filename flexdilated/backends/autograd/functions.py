@@ -145,8 +145,8 @@ def attend_piece(
     pairs = queries[None, :, :, None, None, :, None], keys[None, :, :, None, None, None, :]
     shift = piece.key_token - piece.token
     band = [bound if abs(bound) == UNBOUNDED else shift + bound * piece.row_stride for bound in (piece.low, piece.high)]
-    get = read if torch.compiler.is_compiling() or is_transformed(q, k, v) else box
-    tensors = get(q, piece, group=group), get(k, of_keys), get(v, of_keys)
+    read_rows = read if torch.compiler.is_compiling() or is_transformed(q, k, v) else box
+    tensors = read_rows(q, piece, group=group), read_rows(k, of_keys), read_rows(v, of_keys)
     rows = Rows(*tensors, ignored=ignored, b=b, h=h, q_idx=pairs[0], kv_idx=pairs[1])
     out, lse = attend_lanes(rows, call, (band[0], band[1]))
     return with_zero_keys(out, lse, piece.zero_keys) if piece.zero_keys else (out, lse)
