@@ -60,16 +60,16 @@ class Asleep:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def asleep_forward(q: Tensor, k: Tensor, v: Tensor, loop: Asleep) -> tuple[Tensor, Tensor]:
-    """The pieces inside a shard."""
+def asleep_forward(q: Tensor, k: Tensor, v: Tensor, loop: Asleep, branch_outs: None) -> tuple[Tensor, Tensor]:
+    """The forward of the pieces inside a shard."""
     time.sleep(SECONDS_PER_PAIR * loop.pairs)
     return torch.zeros_like(q), q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
 
 
 def asleep_backward(
-    dout: Tensor, dlse: None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, loop: Asleep, sums: Any
+    dout: Tensor, dlse: None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, loop: Asleep, sums: Any, branch_outs: None
 ) -> Any:
-    """Their gradients."""
+    """The gradients of the pieces inside a shard."""
     time.sleep(2 * SECONDS_PER_PAIR * loop.pairs)
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
