@@ -24,7 +24,8 @@ def reads(pattern: Any, num_tokens: int, num_kv_heads: int, *, is_causal: bool) 
         rates = {rate for _, rate in branches if rate > 1}
         if len(rates) == 1 and num_kv_heads % (rate := max(rates)) == 0:
             sharing = num_kv_heads // rate
-            count = f"{sharing} key/value heads keep the same tokens" if sharing > 1 else "each key/value head keeps other tokens"
+            count = "each key/value head keeps different tokens"
+            count = f"groups of {sharing} key/value heads keep the same tokens" if sharing > 1 else count
             text[-1] = f"{text[-1][:-1]}; {count}."
     else:
         for i, branch in enumerate(branches):
@@ -35,7 +36,7 @@ def reads(pattern: Any, num_tokens: int, num_kv_heads: int, *, is_causal: bool) 
             text += _far(name, [branch], num_tokens, also=bool(near_tokens))
     listed = " and ".join([", ".join(near_tokens[:-1])] * (len(near_tokens) > 1) + near_tokens[-1:])
     text = [f"Each token reads {listed}."] * bool(near_tokens) + text
-    return " ".join([*text, *(["No token reads a later one."] if is_causal else [])])
+    return " ".join([*text, *(["No token reads later tokens."] if is_causal else [])])
 
 
 def _window(window: int, *, is_causal: bool) -> list[str]:
@@ -56,10 +57,10 @@ def _far(heads: str, branches: list[tuple[int, int]], num_tokens: int, *, also: 
         if rate > 1 and num_tokens in far and not any(length % rate for length in far if length < num_tokens):
             parts.append(f"1 in {rate} of all {num_tokens:,} tokens")
         elif rate > 1:
-            parts.append(f"1 in {rate} of the tokens of segments of {' and '.join(f'{length:,}' for length in far)}")
-    these = "these tokens" if len(parts) > 1 else parts[0] if parts else ""
+            parts.append(f"1 in {rate} tokens of each segment of {' or '.join(f'{length:,}' for length in far)}")
+    subject = "these tokens" if len(parts) > 1 else parts[0] if parts else ""
     listed = f": {'; '.join(parts)}" if len(parts) > 1 else ""
-    return [f"In {heads}, {these}{' also' if also else ''} read each other{listed}."] * bool(parts)
+    return [f"In {heads}, {subject}{' also' if also else ''} read each other{listed}."] * bool(parts)
 
 
 def why_not_connected(pattern: Any, num_tokens: int, num_kv_heads: int) -> str | None:
@@ -90,21 +91,22 @@ def describe(pattern: Any, num_tokens: int, num_kv_heads: int, *, is_causal: boo
     dense = num_kv_heads * num_tokens * (num_tokens + 1) // 2 if is_causal else num_kv_heads * num_tokens**2
     longest, near = max(pattern.segment_lengths, default=0), pattern.split("describe")[1]
     length = f"The longest segment has {longest:,} of {num_tokens:,} tokens" if longest else "There are no segments"
-    kept = [(r, pattern.kept_offsets(i, num_kv_heads)) for i, r in enumerate(pattern.dilation_rates)]
-    lost = [str(r) for r, offsets in kept if offsets.start > 0 or offsets.stop < min(r, num_tokens)]
+    offsets_by_rate = [(r, pattern.kept_offsets(i, num_kv_heads)) for i, r in enumerate(pattern.dilation_rates)]
+    lost = [str(r) for r, offsets in offsets_by_rate if offsets.start > 0 or offsets.stop < min(r, num_tokens)]
     cure = f"; use rates that divide the {num_kv_heads} key/value heads" if pattern.heads == "all" else ""
     limit = CPU_TOKENS[num_kv_heads >= 8]
     short = f"Too short: dense attention is faster on a CPU below about {limit} tokens, and on a GPU below several thousand."
     long = "Long enough for a CPU; on a GPU dense attention is faster below several thousand tokens."
-    speed = short if num_tokens < limit else long if num_tokens < GPU_TOKENS else "Long enough to be faster than dense attention."
-    whole = "The longest segment holds the sequence." if longest >= num_tokens else "Each token reads the whole sequence."
+    longer = "Long enough: dilated attention can be faster than dense attention on a CPU and on a GPU."
+    speed = short if num_tokens < limit else long if num_tokens < GPU_TOKENS else longer
+    spans = "The longest segment spans the sequence." if longest >= num_tokens else "Each token reads the whole sequence."
     sentences = [
         f"{100 * pairs / dense:.3g} % of dense attention.",
         reads(pattern, num_tokens, num_kv_heads, is_causal=is_causal),
-        whole if max(longest, *near) >= num_tokens else f"{length}: add one as long as the sequence.",
-        f"Some tokens are kept by no head at rate {', '.join(lost)}{cure}."
+        spans if max(longest, *near) >= num_tokens else f"{length}: add a segment as long as the sequence.",
+        f"At rate {', '.join(lost)}, some tokens are kept by no head{cure}."
         if lost
-        else "Every token is kept by some head at every rate.",
+        else "At every rate, the heads together keep all tokens.",
         speed if pairs < dense else "Not faster than dense attention: it computes as many pairs or more.",
     ]
     if is_causal:

@@ -352,7 +352,7 @@ class DilatedPattern:
         """The pattern in sentences, one per line: its share of the pairs, what each token reads, and the rules for patterns.
 
         >>> DilatedPattern((16,), (4,)).describe(16, num_kv_heads=4).splitlines()[1]
-        'In each head, 1 in 4 of all 16 tokens read each other; each key/value head keeps other tokens.'
+        'In each head, 1 in 4 of all 16 tokens read each other; each key/value head keeps different tokens.'
 
         The rules: a segment as long as the sequence, a head for every token at every rate, enough tokens; if causal,
         no boundary that information does not cross. Arguments and errors are those of `count_pairs` and `check_heads`.

@@ -71,7 +71,7 @@ def test_your_patterns_come_last_and_say_what_is_wrong_with_them() -> None:
     assert [each.is_given for each in found.shown] == [False, True, True, True]
     parted, best, missing = found.shown[1:]
     assert " Not connected: not all information from tokens 0 to 255 reaches the tokens from 256 on;" in parted.why
-    assert " Some tokens are kept by no head at rate 16; use rates that divide the 8 key/value heads. " in missing.why
+    assert " At rate 16, some tokens are kept by no head; use rates that divide the 8 key/value heads. " in missing.why
     for choice in found.shown[1:]:
         share, *sentences = choice.pattern.describe(512, 8, is_causal=True).splitlines()
         assert (f"{100 * choice.share:.3g} % of dense attention.", choice.why) == (share, " ".join(sentences))
@@ -80,12 +80,13 @@ def test_your_patterns_come_last_and_say_what_is_wrong_with_them() -> None:
 
 def test_sentences() -> None:
     window, two, *_, three = choose_pattern(512, 8).shown
-    far = "In each head, 1 in 4 of all 512 tokens also read each other; 2 key/value heads keep the same tokens."
+    far = "In each head, 1 in 4 of all 512 tokens also read each other; groups of 2 key/value heads keep the same tokens."
     assert window.why == f"Each token reads itself and 7 tokens on each side. {far}"
     assert two.why == f"Each token reads its segment of 16 tokens. {far}"
     assert three.why == (
-        "Each token reads its segment of 24 tokens. In each head, 1 in 4 of the tokens of segments of 120 and 144 also read "
-        "each other; 2 key/value heads keep the same tokens. No segment is as long as the sequence: all is seen after 8 layers."
+        "Each token reads its segment of 24 tokens. In each head, 1 in 4 tokens of each segment of 120 or 144 also read "
+        "each other; groups of 2 key/value heads keep the same tokens. No segment is as long as the sequence: a token has "
+        "seen all tokens after 8 layers."
     )
 
 

@@ -20,7 +20,7 @@ def test_prints_lines_of_python_with_sentences_and_addresses() -> None:
         "",
         "1  DilatedPattern((16, 512), (1, 4))",
         "   9.6 % of dense attention. Each token reads its segment of 16 tokens. In each head, 1 in 4 of all 512 tokens also read "
-        "each other; 2 key/value heads keep the same tokens. No token reads a later one.",
+        "each other; groups of 2 key/value heads keep the same tokens. No token reads later tokens.",
         "   flexdilated explorer 'w=16,512&r=1,4&N=512&H=16&KV=8&causal=1&query=511&heads=all&offsets=blocked'",
     ]
     assert lines[-3] == "6  DilatedPattern((64, 256), (1, 4), offsets='interleaved')"

@@ -4,16 +4,16 @@ import pytest
 
 from flexdilated import DilatedPattern
 
-HEADS = "Every token is kept by some head at every rate."
-WHOLE = "The longest segment holds the sequence."
+HEADS = "At every rate, the heads together keep all tokens."
+WHOLE = "The longest segment spans the sequence."
 
 
 def test_each_rule_is_checked() -> None:
     share, _, length, heads, short, connected = DilatedPattern((16, 64), (1, 8)).describe(101, 6, is_causal=True).splitlines()
     pairs = DilatedPattern((16, 64), (1, 8)).count_pairs(101, 6, is_causal=True)
     assert share == f"{100 * pairs / (6 * 101 * 102 / 2):.3g} % of dense attention."
-    assert length == "The longest segment has 64 of 101 tokens: add one as long as the sequence."
-    assert heads == "Some tokens are kept by no head at rate 8; use rates that divide the 6 key/value heads."
+    assert length == "The longest segment has 64 of 101 tokens: add a segment as long as the sequence."
+    assert heads == "At rate 8, some tokens are kept by no head; use rates that divide the 6 key/value heads."
     assert short.startswith("Too short: dense attention is faster on a CPU below about 500 tokens, ")
     assert connected.startswith("Not connected: not all information from tokens 0 to 15 reaches the tokens from 16 on; ")
     assert DilatedPattern.causal(8192, 8).describe(8192, 8, is_causal=True).splitlines()[2:] == [
@@ -49,16 +49,17 @@ def test_short_sequences_are_named_by_heads(num_kv_heads: int, num_tokens: int, 
         (
             DilatedPattern((4, 8, 999), (1, 2, 4), window=5),
             "Each token reads itself, 4 tokens on each side and its segment of 4 tokens. In each head, these tokens also read each "
-            "other: 1 in 2 of the tokens of segments of 8; 1 in 4 of all 600 tokens.",
+            "other: 1 in 2 tokens of each segment of 8; 1 in 4 of all 600 tokens.",
         ),
         (
             DilatedPattern((6, 6, 999), (4, 4, 4)),
-            "In each head, 1 in 4 of the tokens of segments of 6 and 600 read each other; 2 key/value heads keep the same tokens.",
+            "In each head, 1 in 4 tokens of each segment of 6 or 600 read each other; "
+            "groups of 2 key/value heads keep the same tokens.",
         ),
         (
             DilatedPattern.grouped((4, 8), (1, 2)),
-            "In key/value heads 0 to 3, each token reads its segment of 4 tokens. In key/value heads 4 to 7, 1 in 2 of the tokens "
-            "of segments of 8 read each other.",
+            "In key/value heads 0 to 3, each token reads its segment of 4 tokens. In key/value heads 4 to 7, 1 in 2 tokens of "
+            "each segment of 8 read each other.",
         ),
     ],
 )
@@ -82,7 +83,7 @@ def test_as_many_pairs_as_dense_attention_are_not_called_faster(pattern: Dilated
 
 def test_rates_longer_than_the_sequence_lose_no_token_that_is_not_there() -> None:
     assert DilatedPattern((16,), (4,)).describe(3, 3).splitlines()[3] == HEADS
-    assert DilatedPattern((16,), (4,)).describe(4, 3).splitlines()[3].startswith("Some tokens are kept by no head at rate 4; ")
+    assert DilatedPattern((16,), (4,)).describe(4, 3).splitlines()[3].startswith("At rate 4, some tokens are kept by no head; ")
 
 
 @pytest.mark.parametrize(("num_kv_heads", "most"), [(6, 6), (8, 8), (9, 3), (10, 5)])
@@ -94,8 +95,8 @@ def test_the_rates_that_a_pattern_should_add_connect_it(num_kv_heads: int, most:
 
 
 def test_patterns_without_segments_and_with_groups_are_told_what_they_lack() -> None:
-    assert "There are no segments: add one as long as the sequence." in DilatedPattern(window=7).describe(600, 8)
-    assert "Some tokens are kept by no head at rate 2.\n" in DilatedPattern.grouped((4, 8), (1, 2)).describe(600, 8)
+    assert "There are no segments: add a segment as long as the sequence." in DilatedPattern(window=7).describe(600, 8)
+    assert "At rate 2, some tokens are kept by no head.\n" in DilatedPattern.grouped((4, 8), (1, 2)).describe(600, 8)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_commands_take_a_window() -> None:
     code, out, _ = invoke("choose", "--tokens", 64, "--global-tokens", 3, "--heads", 2)
     assert code == 0
     assert "DilatedPattern(global_tokens=3)\n" in out
-    assert "#w=&r=&first=3&N=64&" in out
+    assert "'w=&r=&first=3&N=64&" in out
     pattern = DilatedPattern((8, 16), (1, 2), window=3, heads="grouped")
     assert repr(pattern) == "DilatedPattern((8, 16), (1, 2), window=3, heads='grouped')"
     svg = pattern._repr_svg_()
