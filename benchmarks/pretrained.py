@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import importlib.util
 import inspect
 import io
@@ -40,6 +41,10 @@ NEEDS = (
 )
 MODULES = ("argparse", "ast", "inspect", "mailbox", "pydoc", "subprocess", "tarfile", "turtle", "typing", "zipfile")
 
+MILESTONES = (0, 10, 20, 50, 100, 200)  # steps after which losses are measured
+WINDOWS = 3  # of held-out text
+RATES = {"LoRA": 5e-4, "full": 5e-5}
+
 
 def patterns(tokens: int) -> dict[str, DilatedPattern | None]:
     """What is compared, by name; None is dense attention."""
@@ -55,13 +60,19 @@ def patterns(tokens: int) -> dict[str, DilatedPattern | None]:
     }
 
 
-def texts(name: str) -> str:
-    """Text that every Python holds: its documentation, or sources of its standard library."""
+def documents(name: str) -> list[str]:
+    """Texts that every Python holds: its documentation, or sources of its standard library."""
     if name == "topics":
         import pydoc_data.topics as documentation
 
-        return "\n\n".join(sorted(documentation.topics.values(), key=lambda text: -len(text)))
-    return "\n\n".join(inspect.getsource(importlib.import_module(module)) for module in MODULES)
+        return sorted(documentation.topics.values(), key=lambda text: -len(text))
+    return [inspect.getsource(importlib.import_module(module)) for module in MODULES]
+
+
+def tokens_of(tokenizer: Any, texts: Sequence[str]) -> Tensor:
+    """Token numbers of the texts joined, `(1, N)`."""
+    found: Tensor = tokenizer("\n\n".join(texts), return_tensors="pt").input_ids
+    return found
 
 
 def load() -> tuple[Any, Any]:
@@ -96,7 +107,7 @@ def use(model: Any, pattern: DilatedPattern | None) -> None:
 
 def losses(model: Any, tokens: Tensor) -> Tensor:
     """The loss of each next token, `(N - 1,)`, of tokens `(1, N)`. Logits of 512 tokens exist at a time."""
-    hidden = model.base_model(tokens, use_cache=False).last_hidden_state[0, :-1]
+    hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state[0, :-1]
     head = model.get_output_embeddings()
     parts = zip(hidden.split(512), tokens[0, 1:].split(512))
     return torch.cat([F.cross_entropy(head(rows).float(), labels, reduction="none") for rows, labels in parts])
@@ -105,7 +116,7 @@ def losses(model: Any, tokens: Tensor) -> Tensor:
 def measure_losses(lengths: Sequence[int], text: str, kept: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The entries that `kept` lacks."""
     tokenizer, model = load()
-    tokens = tokenizer(texts(text), return_tensors="pt").input_ids
+    tokens = tokens_of(tokenizer, documents(text))
     for length in lengths:
         for name, pattern in patterns(length).items():
             about = {"what": "loss", "text": text, "tokens": length, "pattern": name}
@@ -125,35 +136,55 @@ def share_of(pattern: DilatedPattern, tokens: int) -> float:
 
 
 def train(steps: int, length: int, *, lora: bool, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Losses on held-out text after some steps of further training, for each pattern; in full, or by LoRA (peft)."""
-    for name in names:
-        tokenizer, model = load()
-        tokens = tokenizer(texts("code"), return_tensors="pt").input_ids[0]
-        held = tokens[: 4 * length].view(4, 1, length)
-        rows = tokens[4 * length :][: (len(tokens) // length - 4) * length].view(-1, 1, length)
-        use(model, patterns(length)[name])
-        rate = 2e-5
-        if lora:
-            from peft import LoraConfig, get_peft_model
+    """Losses on a file that is not trained on, after some steps of further training: in full, or by LoRA (peft).
 
-            rate, projections = 2e-4, ["q_proj", "k_proj", "v_proj", "o_proj"]
-            model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM"))
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
-        generator = torch.Generator().manual_seed(0)
-        for step in range(steps + 1):
-            if step in (0, 10, 50, 200, steps):
-                with torch.inference_mode():
-                    loss = torch.stack([losses(model, x)[length // 2 :].mean() for x in held]).mean().item()
-                yield {"what": "train", "lora": lora, "tokens": length, "pattern": name, "step": step, "loss": round(loss, 4)}
-            if step == steps:
-                break
-            for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, (step + 1) / 10)
-            row = rows[torch.randint(len(rows), (), generator=generator)]
-            losses(model, row).mean().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    Every pattern takes the same rows of text. Products of matrices are in bfloat16: by autocast, or in LoRA by the weights.
+    """
+    tokenizer, model = load()
+    held_out, *others = documents("code")
+    windows = tokens_of(tokenizer, [held_out])[0].split(length)[:WINDOWS]
+    rows = tokens_of(tokenizer, others)[0].split(length)[:-1]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    rate = RATES["LoRA" if lora else "full"]
+    models = {name: trainable(model, patterns(length)[name], lora=lora) for name in names}
+    optimizers = {
+        name: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+        for name, model in models.items()
+    }
+    for step in range(steps + 1):
+        for name, model in models.items():
+            about = {"what": "train", "lora": lora, "rate": rate, "tokens": length, "pattern": name, "step": step}
+            if step in MILESTONES:
+                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not lora):
+                    loss = sum(losses(model, window[None])[length // 2 :].mean().item() for window in windows) / WINDOWS
+                yield {**about, "loss": round(loss, 4)}
+        for name, model in models.items() if step < steps else ():
+            optimizers[name].param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 10)
+            update(model, optimizers[name], rows[order[step % len(rows)]])
+
+
+def trainable(model: Any, pattern: DilatedPattern | None, *, lora: bool) -> Any:
+    """A copy of a model under a pattern, with LoRA's matrices beside the projections of attention and the others frozen; or all free."""
+    model = copy.deepcopy(model)
+    use(model, pattern)
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)  # equal matrices for every pattern
+    torch.nn.Module.bfloat16(model)  # transformers' own method refuses weights that were read from 4 bits
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM"))
+
+
+def update(model: Any, optimizer: torch.optim.Optimizer, row: Tensor) -> None:
+    """One step of training on a row of tokens, `(N,)`."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=all(p.dtype == torch.float32 for p in model.parameters())):
+        loss = losses(model, row[None]).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def generate(new_tokens: int) -> Iterator[dict[str, Any]]:
@@ -162,13 +193,13 @@ def generate(new_tokens: int) -> Iterator[dict[str, Any]]:
     from flexdilated.hub.transformers.cache import CACHE
 
     tokenizer, model = load()
-    prompt = tokenizer(texts("topics"), return_tensors="pt").input_ids[:, :300]
+    prompt = tokens_of(tokenizer, documents("topics"))[:, :300]
     for name in ("dense", "causal", "window 256, first 4"):
         use(model, patterns(1024)[name])
         whole = prompt
         with torch.inference_mode():
             for _ in range(new_tokens):
-                last = model.base_model(whole, use_cache=False).last_hidden_state[:, -1:]
+                last = model.get_decoder()(whole, use_cache=False).last_hidden_state[:, -1:]
                 whole = torch.cat([whole, model.get_output_embeddings()(last).argmax(-1)], 1)
         padded = torch.cat([torch.zeros(1, 13, dtype=torch.int64), prompt], 1)
         mask = (torch.arange(padded.shape[1]) >= 13).long()[None]
@@ -192,7 +223,7 @@ def decode(length: int, new_tokens: int) -> Iterator[dict[str, Any]]:
     from flexdilated.hub.transformers.cache import CACHE
 
     tokenizer, model = load()
-    tokens = tokenizer(texts("topics"), return_tensors="pt").input_ids[:, : length + new_tokens]
+    tokens = tokens_of(tokenizer, documents("topics"))[:, : length + new_tokens]
     caches: dict[str, Any] = {"dense": DynamicCache(), "causal": DilatedCache(), "window 256, first 4": DilatedCache()}
     times: dict[str, list[float]] = {name: [] for name in caches}
     with torch.inference_mode():
@@ -220,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", choices=("topics", "code"), nargs="+", default=["topics", "code"])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--patterns", nargs="+", default=["causal", "window 256, first 4", "causal without first tokens"])
+    parser.add_argument("--patterns", nargs="+", default=["dense", "causal", "window 256, first 4", "causal without first tokens"])
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
