@@ -93,6 +93,7 @@ def load() -> tuple[Any, Any]:
     with contextlib.redirect_stderr(io.StringIO()):  # progress of reading 4-bit weights
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32, attn_implementation="sdpa")
+    model.hf_quantizer.remove_quantization_config(model)  # the weights are in float32 now, and may be saved
     return tokenizer, model.eval()
 
 
@@ -173,7 +174,7 @@ def trainable(model: Any, pattern: DilatedPattern | None, *, lora: bool) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)  # equal matrices for every pattern
-    torch.nn.Module.bfloat16(model)  # transformers' own method refuses weights that were read from 4 bits
+    model.bfloat16()
     projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
     return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM"))
 
@@ -194,37 +195,51 @@ def generate(new_tokens: int) -> Iterator[dict[str, Any]]:
     Greedy search is compared with one whole forward of the prompt and the tokens; `margin` is the smallest difference between its two
     largest logits. Beams are compared with beams without a cache.
     """
+    tokenizer, model = load()
+    text = tokens_of(tokenizer, documents("topics"))[:, : PROMPT + PADDING]
+    search: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
+    for name in ("causal", "window 256, first 4", "dense"):
+        use(model, patterns(1024)[name])
+        beams = model.generate(text[:, PADDING:], **search, num_beams=2, use_cache=False)
+        for way, options in ways_to_generate(text, is_dilated=name != "dense").items():
+            found = model.generate(**search, **options)
+            about = {"what": "generate", "pattern": name, "way": way, "of": new_tokens}
+            if "num_beams" in options:
+                yield {**about, "equal": count_equal(found[0], beams[0], new_tokens)}
+                continue
+            rows = [found[0]] if len(found) == 1 else [found[0], found[1, PADDING:]]
+            counts, margins = zip(*(follow(model, row, new_tokens) for row in rows))
+            yield {**about, "equal": min(counts), "margin": round(min(margins), 5)}
+
+
+def ways_to_generate(text: Tensor, *, is_dilated: bool) -> dict[str, dict[str, Any]]:
+    """Arguments of `generate` by name: each cache, a left-padded batch and beams."""
     from flexdilated.hub.transformers import DilatedCache
     from flexdilated.hub.transformers.cache import CACHE
 
-    tokenizer, model = load()
-    text = tokens_of(tokenizer, documents("topics"))[:, : PROMPT + PADDING]
-    prompt, batch = text[:, PADDING:], torch.cat([text, F.pad(text[:, PADDING:], (PADDING, 0))])
-    mask = torch.stack([torch.ones(PROMPT + PADDING), torch.arange(PROMPT + PADDING) >= PADDING]).long()
-    for name in ("causal", "window 256, first 4", "dense"):
-        use(model, patterns(1024)[name])
-        ways: dict[str, dict[str, Any]] = {"no cache": {"use_cache": False}, "default cache": {}}
-        ways |= {"static cache": {"cache_implementation": "static"}}
-        ways |= {"left-padded batch": {"inputs": batch, "attention_mask": mask}, "2 beams": {"num_beams": 2}}
-        if name != "dense":
-            own = {f"{way}, DilatedCache": ways[way] for way in ("left-padded batch", "2 beams")}
-            ways |= {way: {**options, CACHE: DilatedCache()} for way, options in {"DilatedCache": {}, **own}.items()}
-        beams = None
-        for way, options in ways.items():
-            given = {"inputs": prompt, "do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
-            found = model.generate(**{**given, **options})
-            about = {"what": "generate", "pattern": name, "way": way, "of": new_tokens}
-            if "num_beams" in options:
-                beams = model.generate(**given, num_beams=2, use_cache=False) if beams is None else beams
-                yield {**about, "equal": count_equal(found[0], beams[0], new_tokens)}
-                continue
-            rows = [found[0], found[1, PADDING:]] if len(found) == 2 else [found[0]]
-            for row in rows:
-                with torch.inference_mode():
-                    logits = model(row[None, :-1], use_cache=False, logits_to_keep=new_tokens).logits[0]
-                best = logits.topk(2).values
-                margin = round((best[:, 0] - best[:, 1]).min().item(), 5)
-                yield {**about, "equal": count_equal(row, logits.argmax(-1), new_tokens), "margin": margin}
+    prompt = text[:, PADDING:]
+    mask = torch.stack([torch.ones(text.shape[1]), torch.arange(text.shape[1]) >= PADDING]).long()
+    batch = {"inputs": torch.cat([text, F.pad(prompt, (PADDING, 0))]), "attention_mask": mask}
+    beams = {"inputs": prompt, "num_beams": 2}
+    ways: dict[str, dict[str, Any]] = {
+        "no cache": {"inputs": prompt, "use_cache": False},
+        "default cache": {"inputs": prompt},
+        "static cache": {"inputs": prompt, "cache_implementation": "static"},
+        "left-padded batch": batch,
+        "2 beams": beams,
+    }
+    if is_dilated:
+        own = {"DilatedCache": {"inputs": prompt}, "left-padded batch, DilatedCache": batch, "2 beams, DilatedCache": beams}
+        ways |= {way: {**options, CACHE: DilatedCache()} for way, options in own.items()}
+    return ways
+
+
+def follow(model: Any, row: Tensor, new_tokens: int) -> tuple[int, float]:
+    """How many of the last tokens of a row a whole forward predicts, and the smallest difference between its two largest logits."""
+    with torch.inference_mode():
+        logits = model(row[None, :-1], use_cache=False, logits_to_keep=new_tokens).logits[0]
+    best = logits.topk(2).values
+    return count_equal(row, logits.argmax(-1), new_tokens), (best[:, 0] - best[:, 1]).min().item()
 
 
 def count_equal(found: Tensor, expected: Tensor, new_tokens: int) -> int:
