@@ -40,11 +40,8 @@ NEEDS = (
     "pip install gguf accelerate peft transformers"
 )
 MODULES = ("argparse", "ast", "inspect", "mailbox", "pydoc", "subprocess", "tarfile", "turtle", "typing", "zipfile")
-
-MILESTONES = (0, 10, 20, 50, 100, 200)  # steps after which losses are measured
-WINDOWS = 3  # of held-out text
-PROMPT, PADDING = 300, 13  # tokens
-RATES = {"LoRA": 5e-4, "full": 5e-5}
+MILESTONES, HELD_OUT = (0, 10, 20, 50, 100, 200), 3  # steps after which losses are measured; sequences of text that they are of
+PROMPT, PADDING, NEW_TOKENS = 300, 13, 64
 
 
 def patterns(tokens: int) -> dict[str, DilatedPattern | None]:
@@ -138,35 +135,36 @@ def share_of(pattern: DilatedPattern, tokens: int) -> float:
 
 
 def train(steps: int, length: int, *, lora: bool, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Losses on a file that is not trained on, after some steps of further training: in full, or by LoRA (peft).
+    """Losses on a file that is not trained on, after some steps of further training of all weights, or by LoRA (peft).
 
     Every pattern takes the same rows of text. Products of matrices are in bfloat16: by autocast, or in LoRA by the weights.
     """
     tokenizer, model = load()
     held_out, *others = documents("code")
-    windows = tokens_of(tokenizer, [held_out])[0].split(length)[:WINDOWS]
+    windows = tokens_of(tokenizer, [held_out])[0].split(length)[:HELD_OUT]
     rows = tokens_of(tokenizer, others)[0].split(length)[:-1]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    rate = RATES["LoRA" if lora else "full"]
+    rate = 5e-4 if lora else 5e-5
     models = {name: trainable(model, patterns(length)[name], lora=lora) for name in names}
-    optimizers = {
-        name: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
-        for name, model in models.items()
-    }
+    optimizers = {name: torch.optim.AdamW(free(each), lr=rate, weight_decay=0.0) for name, each in models.items()}
     for step in range(steps + 1):
-        for name, model in models.items():
+        for name, each in models.items() if step in MILESTONES else ():
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not lora):
+                loss = sum(losses(each, window[None])[length // 2 :].mean().item() for window in windows) / HELD_OUT
             about = {"what": "train", "lora": lora, "rate": rate, "tokens": length, "pattern": name, "step": step}
-            if step in MILESTONES:
-                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not lora):
-                    loss = sum(losses(model, window[None])[length // 2 :].mean().item() for window in windows) / WINDOWS
-                yield {**about, "loss": round(loss, 4)}
-        for name, model in models.items() if step < steps else ():
+            yield {**about, "loss": round(loss, 4)}
+        for name, each in models.items() if step < steps else ():
+            with torch.autocast("cpu", torch.bfloat16, enabled=not lora):
+                loss = losses(each, rows[order[step % len(rows)]][None]).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(free(each), 1.0)
             optimizers[name].param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 10)
-            update(model, optimizers[name], rows[order[step % len(rows)]])
+            optimizers[name].step()
+            optimizers[name].zero_grad()
 
 
 def trainable(model: Any, pattern: DilatedPattern | None, *, lora: bool) -> Any:
-    """A copy of a model under a pattern, with LoRA's matrices beside the projections of attention and the others frozen; or all free."""
+    """A copy of a model under a pattern; with LoRA, matrices beside attention's projections are trained, and nothing else."""
     model = copy.deepcopy(model)
     use(model, pattern)
     if not lora:
@@ -174,80 +172,59 @@ def trainable(model: Any, pattern: DilatedPattern | None, *, lora: bool) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)  # equal matrices for every pattern
-    model.bfloat16()
     projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM"))
+    return get_peft_model(model.bfloat16(), LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM"))
 
 
-def update(model: Any, optimizer: torch.optim.Optimizer, row: Tensor) -> None:
-    """One step of training on a row of tokens, `(N,)`."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=all(p.dtype == torch.float32 for p in model.parameters())):
-        loss = losses(model, row[None]).mean()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+def free(model: Any) -> list[Tensor]:
+    """The weights that are trained."""
+    return [weight for weight in model.parameters() if weight.requires_grad]
 
 
-def generate(new_tokens: int) -> Iterator[dict[str, Any]]:
-    """For each cache, a left-padded batch and beams: how many of the tokens are those of calls without a cache, up to the first other.
+def generate() -> Iterator[dict[str, Any]]:
+    """How many new tokens are those of calls without a cache, up to the first other: each cache, a left-padded batch, beams.
 
-    Greedy search is compared with one whole forward of the prompt and the tokens; `margin` is the smallest difference between its two
+    Greedy search is compared with one whole forward of the prompt and the tokens; `margin` is the smallest difference of the two
     largest logits. Beams are compared with beams without a cache.
     """
     tokenizer, model = load()
     text = tokens_of(tokenizer, documents("topics"))[:, : PROMPT + PADDING]
-    search: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
+    search: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
     for name in ("causal", "window 256, first 4", "dense"):
         use(model, patterns(1024)[name])
-        beams = model.generate(text[:, PADDING:], **search, num_beams=2, use_cache=False)
+        beams = model.generate(text[:, PADDING:], **search, num_beams=2, use_cache=False)[0]
         for way, options in ways_to_generate(text, is_dilated=name != "dense").items():
             found = model.generate(**search, **options)
-            about = {"what": "generate", "pattern": name, "way": way, "of": new_tokens}
-            if "num_beams" in options:
-                yield {**about, "equal": count_equal(found[0], beams[0], new_tokens)}
-                continue
-            rows = [found[0]] if len(found) == 1 else [found[0], found[1, PADDING:]]
-            counts, margins = zip(*(follow(model, row, new_tokens) for row in rows))
-            yield {**about, "equal": min(counts), "margin": round(min(margins), 5)}
+            rows = [found[0], found[1, PADDING:]] if len(found) == 2 else [found[0]]
+            logits = [model(row[None, :-1], use_cache=False, logits_to_keep=NEW_TOKENS).logits[0].detach() for row in rows]
+            expected = [beams] if "num_beams" in options else [x.argmax(-1) for x in logits]
+            equal = [row[-NEW_TOKENS:] == other[-NEW_TOKENS:] for row, other in zip(rows, expected)]
+            about = {"what": "generate", "pattern": name, "way": way, "of": NEW_TOKENS}
+            about["equal"] = min(int(x.long().cumprod(0).sum()) for x in equal)
+            margin = min(-x.topk(2).values.diff().max().item() for x in logits)
+            yield about if "num_beams" in options else {**about, "margin": round(margin, 5)}
 
 
 def ways_to_generate(text: Tensor, *, is_dilated: bool) -> dict[str, dict[str, Any]]:
-    """Arguments of `generate` by name: each cache, a left-padded batch and beams."""
+    """Arguments of `generate` by name."""
     from flexdilated.hub.transformers import DilatedCache
     from flexdilated.hub.transformers.cache import CACHE
 
     prompt = text[:, PADDING:]
     mask = torch.stack([torch.ones(text.shape[1]), torch.arange(text.shape[1]) >= PADDING]).long()
+    one, beams = {"inputs": prompt}, {"inputs": prompt, "num_beams": 2}
     batch = {"inputs": torch.cat([text, F.pad(prompt, (PADDING, 0))]), "attention_mask": mask}
-    beams = {"inputs": prompt, "num_beams": 2}
-    ways: dict[str, dict[str, Any]] = {
-        "no cache": {"inputs": prompt, "use_cache": False},
-        "default cache": {"inputs": prompt},
-        "static cache": {"inputs": prompt, "cache_implementation": "static"},
-        "left-padded batch": batch,
-        "2 beams": beams,
+    ways = {
+        "no cache": {**one, "use_cache": False},
+        "default cache": one,
+        "static cache": {**one, "cache_implementation": "static"},
     }
-    if is_dilated:
-        own = {"DilatedCache": {"inputs": prompt}, "left-padded batch, DilatedCache": batch, "2 beams, DilatedCache": beams}
-        ways |= {way: {**options, CACHE: DilatedCache()} for way, options in own.items()}
-    return ways
+    ways |= {"left-padded batch": batch, "2 beams": beams}
+    own = {"DilatedCache": one, "left-padded batch, DilatedCache": batch, "2 beams, DilatedCache": beams}
+    return ways | {way: {**options, CACHE: DilatedCache()} for way, options in own.items() if is_dilated}
 
 
-def follow(model: Any, row: Tensor, new_tokens: int) -> tuple[int, float]:
-    """How many of the last tokens of a row a whole forward predicts, and the smallest difference between its two largest logits."""
-    with torch.inference_mode():
-        logits = model(row[None, :-1], use_cache=False, logits_to_keep=new_tokens).logits[0]
-    best = logits.topk(2).values
-    return count_equal(row, logits.argmax(-1), new_tokens), (best[:, 0] - best[:, 1]).min().item()
-
-
-def count_equal(found: Tensor, expected: Tensor, new_tokens: int) -> int:
-    """How many of the last tokens are equal, up to the first that is not."""
-    return int((found[-new_tokens:] == expected[-new_tokens:]).long().cumprod(0).sum())
-
-
-def decode(length: int, new_tokens: int) -> Iterator[dict[str, Any]]:
+def decode(length: int, new_tokens: int = 32) -> Iterator[dict[str, Any]]:
     """Bytes of the cache and tokens per second after `length` tokens: dense with the default cache, others with `DilatedCache`."""
     from transformers import DynamicCache
 
@@ -258,31 +235,25 @@ def decode(length: int, new_tokens: int) -> Iterator[dict[str, Any]]:
     tokens = tokens_of(tokenizer, documents("topics"))[:, : length + new_tokens]
     caches: dict[str, Any] = {"dense": DynamicCache(), "causal": DilatedCache(), "window 256, first 4": DilatedCache()}
     times: dict[str, list[float]] = {name: [] for name in caches}
-    with torch.inference_mode():
-        for name, cache in caches.items():
+    for part in [*tokens[:, :length].split(1024, dim=1), *tokens[:, length:].split(1, dim=1)]:
+        for name, cache in caches.items():  # in turns, so that what else the machine does is divided
             use(model, patterns(length)[name])
-            for part in tokens[:, :length].split(1024, dim=1):
+            start = time.perf_counter()
+            with torch.inference_mode():
                 model(part, **{CACHE: cache}, logits_to_keep=1)
-        for token in tokens[:, length:].split(1, dim=1):
-            for name, cache in caches.items():
-                use(model, patterns(length)[name])
-                start = time.perf_counter()
-                model(token, **{CACHE: cache})
-                times[name].append(time.perf_counter() - start)
+            times[name].append(time.perf_counter() - start)
     for name, cache in caches.items():
-        own = [x for layer in cache.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
-        size = cache.nbytes if isinstance(cache, DilatedCache) else sum(x.nbytes for x in own)
-        median = sorted(times[name])[len(times[name]) // 2]
+        size = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values)) if name == "dense" else cache.nbytes
+        median = sorted(times[name][-new_tokens:])[new_tokens // 2]
         yield {"what": "decode", "tokens": length, "pattern": name, "cache_bytes": size, "tokens_per_second": round(1 / median, 2)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("loss", "train", "generate", "decode"), nargs="?", default="loss")
-    parser.add_argument("--tokens", type=int, nargs="+", default=None)
+    parser.add_argument("--tokens", type=int, nargs="+", help="default: 1024 2048 4096 8192; train: 2048; decode: 8192")
     parser.add_argument("--text", choices=("topics", "code"), nargs="+", default=["topics", "code"])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--patterns", nargs="+", default=["dense", "causal", "window 256, first 4", "causal without first tokens"])
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -294,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.what == "train":
         found = train(options.steps, (options.tokens or [2048])[0], lora=options.lora, names=options.patterns)
     else:
-        found = generate(options.new_tokens) if options.what == "generate" else decode((options.tokens or [8192])[0], 32)
+        found = generate() if options.what == "generate" else decode((options.tokens or [8192])[0])
     for entry in found:
         print(json.dumps(entry), flush=True)
         entries.append({**entry, "on": describe()})
