@@ -51,6 +51,7 @@ def patterns(tokens: int) -> dict[str, DilatedPattern | None]:
         "window 256": DilatedPattern(window=256),
         "window 256, first 4": DilatedPattern(window=256, global_tokens=4),
         "window 512, first 4": DilatedPattern(window=512, global_tokens=4),
+        "window of a quarter, first 4": DilatedPattern(window=tokens // 4, global_tokens=4),
         "window 256, first 4, far at rate 3": DilatedPattern((tokens,), (3,), window=256, global_tokens=4),
         "causal": DilatedPattern.causal(tokens, KV_HEADS),
         "causal without first tokens": DilatedPattern.causal(tokens, KV_HEADS, global_tokens=0),
