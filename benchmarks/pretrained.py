@@ -145,7 +145,7 @@ def train(steps: int, length: int, *, lora: bool, names: Sequence[str]) -> Itera
     windows = tokens_of(tokenizer, [held_out])[0].split(length)[:HELD_OUT]
     rows = tokens_of(tokenizer, others)[0].split(length)[:-1]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    rate = 5e-4 if lora else 5e-5
+    rate = 5e-4 if lora else 1e-4
     models = {name: trainable(model, patterns(length)[name], lora=lora) for name in names}
     optimizers = {name: torch.optim.AdamW(free(each), lr=rate, weight_decay=0.0) for name, each in models.items()}
     for step in range(steps + 1):
