@@ -151,9 +151,9 @@ def train(steps: int, length: int, *, lora: bool, names: Sequence[str]) -> Itera
     for step in range(steps + 1):
         for name, each in models.items() if step in MILESTONES else ():
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not lora):
-                loss = sum(losses(each, window[None])[length // 2 :].mean().item() for window in windows) / HELD_OUT
+                mean = sum(losses(each, window[None])[length // 2 :].mean().item() for window in windows) / HELD_OUT
             about = {"what": "train", "lora": lora, "rate": rate, "tokens": length, "pattern": name, "step": step}
-            yield {**about, "loss": round(loss, 4)}
+            yield {**about, "loss": round(mean, 4)}
         for name, each in models.items() if step < steps else ():
             with torch.autocast("cpu", torch.bfloat16, enabled=not lora):
                 loss = losses(each, rows[order[step % len(rows)]][None]).mean()
@@ -213,14 +213,11 @@ def ways_to_generate(text: Tensor, *, is_dilated: bool) -> dict[str, dict[str, A
 
     prompt = text[:, PADDING:]
     mask = torch.stack([torch.ones(text.shape[1]), torch.arange(text.shape[1]) >= PADDING]).long()
-    one, beams = {"inputs": prompt}, {"inputs": prompt, "num_beams": 2}
-    batch = {"inputs": torch.cat([text, F.pad(prompt, (PADDING, 0))]), "attention_mask": mask}
-    ways = {
-        "no cache": {**one, "use_cache": False},
-        "default cache": one,
-        "static cache": {**one, "cache_implementation": "static"},
-    }
-    ways |= {"left-padded batch": batch, "2 beams": beams}
+    one: dict[str, Any] = {"inputs": prompt}
+    beams = {**one, "num_beams": 2}
+    batch = {**one, "inputs": torch.cat([text, F.pad(prompt, (PADDING, 0))]), "attention_mask": mask}
+    ways = {"no cache": {**one, "use_cache": False}, "default cache": one, "left-padded batch": batch, "2 beams": beams}
+    ways["static cache"] = {**one, "cache_implementation": "static"}
     own = {"DilatedCache": one, "left-padded batch, DilatedCache": batch, "2 beams, DilatedCache": beams}
     return ways | {way: {**options, CACHE: DilatedCache()} for way, options in own.items() if is_dilated}
 
