@@ -182,7 +182,7 @@ def free(model: Any) -> list[Tensor]:
     return [weight for weight in model.parameters() if weight.requires_grad]
 
 
-def generate() -> Iterator[dict[str, Any]]:
+def generate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """How many new tokens are those of calls without a cache, up to the first other: each cache, a left-padded batch, beams.
 
     Greedy search is compared with one whole forward of the prompt and the tokens; `margin` is the smallest difference of the two
@@ -191,7 +191,7 @@ def generate() -> Iterator[dict[str, Any]]:
     tokenizer, model = load()
     text = tokens_of(tokenizer, documents("topics"))[:, : PROMPT + PADDING]
     search: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
-    for name in ("causal", "window 256, first 4", "dense"):
+    for name in names:
         use(model, patterns(1024)[name])
         beams = model.generate(text[:, PADDING:], **search, num_beams=2, use_cache=False)[0]
         for way, options in ways_to_generate(text, is_dilated=name != "dense").items():
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.what == "train":
         found = train(options.steps, (options.tokens or [2048])[0], lora=options.lora, names=options.patterns)
     else:
-        found = generate() if options.what == "generate" else decode((options.tokens or [8192])[0])
+        found = generate(options.patterns) if options.what == "generate" else decode((options.tokens or [8192])[0])
     for entry in found:
         print(json.dumps(entry), flush=True)
         entries.append({**entry, "on": describe()})
