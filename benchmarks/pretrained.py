@@ -125,9 +125,11 @@ def measure_losses(lengths: Sequence[int], text: str, kept: list[dict[str, Any]]
             use(model, pattern)
             start = time.perf_counter()
             with torch.inference_mode():
-                loss = losses(model, tokens[:, :length])[length // 2 :].mean().item()
-            share = 1.0 if pattern is None else share_of(pattern, length)
-            yield {**about, "loss": round(loss, 4), "share": round(share, 4), "seconds": round(time.perf_counter() - start, 1)}
+                all_losses = losses(model, tokens[:, :length])
+            eighths = [round(part.mean().item(), 4) for part in all_losses.tensor_split(8)]  # of the positions
+            loss, share = all_losses[length // 2 :].mean().item(), 1.0 if pattern is None else share_of(pattern, length)
+            seconds = round(time.perf_counter() - start, 1)
+            yield {**about, "loss": round(loss, 4), "by_position": eighths, "share": round(share, 4), "seconds": seconds}
 
 
 def share_of(pattern: DilatedPattern, tokens: int) -> float:
