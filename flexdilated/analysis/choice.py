@@ -165,7 +165,7 @@ def few_heads(choices: Choices) -> str | None:
         predicate = f"are within the budget from about {float(f'{USEFUL_LOCAL / (budget - least):.2g}'):,.0f} tokens on"
     return (
         f"few key/value heads ({heads}): little is gained at {num_tokens:,} tokens. DilatedPattern.causal({num_tokens}, {heads}), "
-        f"the default of models, takes {100 * share:.0f} % of the pairs; {far} {predicate}."
+        f"the preset for causal models, takes {100 * share:.0f} % of the pairs; {far} {predicate}."
     )
 
 

@@ -26,11 +26,18 @@ def choose(
             "--from-config",
             metavar="FILE",
             exists=True,
-            help="A config.json of the transformers library, or its folder: tokens, heads, key/value heads that no option gives.",
+            help="A config.json of the transformers library, or its folder: of tokens, heads and causal, what no option gives.",
         ),
     ] = None,
     budget: options.BudgetOption = 0.1,
-    causal: options.CausalOption = False,
+    causal: Annotated[
+        bool | None,
+        typer.Option(
+            "--causal/--no-causal",
+            help="Whether a query sees no key after itself.",
+            show_default="no-causal, or what the config's architectures say",
+        ),
+    ] = None,
     segment_lengths: options.SegmentLengthsOption = None,
     dilation_rates: options.DilationRatesOption = None,
     window: options.WindowOption = None,
@@ -50,7 +57,9 @@ def choose(
 
     options.check_picture(output)
     if config is not None:
-        tokens, heads, kv_heads = _sizes(config, tokens, heads, kv_heads)
+        tokens, heads, kv_heads, is_causal = _sizes(config, tokens, heads, kv_heads)
+        causal = is_causal if causal is None else causal
+    causal = bool(causal)
     if tokens is None:
         refuse("--tokens or --from-config must be given, got neither")
     heads = 12 if heads is None else heads
@@ -86,8 +95,8 @@ def choose(
         options.write_picture(draw_choices(choices), output, as_json=as_json)
 
 
-def _sizes(path: Path, tokens: int | None, heads: int | None, kv_heads: int | None) -> tuple[int, int, int | None]:
-    """Tokens, heads and key/value heads: from the options, else from a config.json."""
+def _sizes(path: Path, tokens: int | None, heads: int | None, kv_heads: int | None) -> tuple[int, int, int | None, bool]:
+    """Tokens, heads and key/value heads from the options, else from a config.json; whether its model is causal."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = {**json.loads(file.read_text(encoding="utf-8"))}
@@ -110,7 +119,8 @@ def _sizes(path: Path, tokens: int | None, heads: int | None, kv_heads: int | No
         elif keys:
             kv_heads = read("--kv-heads", *keys)
     tokens = read("--tokens", "max_position_embeddings", "n_positions") if tokens is None else tokens
-    return tokens, read("--heads", "num_attention_heads", "n_head") if heads is None else heads, kv_heads
+    is_causal = any("CausalLM" in name for name in config.get("architectures") or ())  # as `set_pattern` reads it
+    return tokens, read("--heads", "num_attention_heads", "n_head") if heads is None else heads, kv_heads, is_causal
 
 
 def _explorer_state(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, *, causal: bool) -> str:

@@ -14,7 +14,7 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_attentions(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
     """Merge partial attentions of the same queries over different keys into one attention.
 
     >>> q, k, v = torch.randn(3, 1, 64, 4, 8)
@@ -30,7 +30,7 @@ def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Te
     Source: blockwise softmax as in ring attention (arXiv 2310.01889).
 
     Args:
-        outs: Outputs, `(B, N, H, D)` each.
+        outs: Outputs, `(B, N, H, D)` each; a stacked tensor has the parts in dim 0.
         lses: Their natural log-sum-exps, `(B, H, N)` each, as `dilated_attention(..., return_lse=True)` returns them.
 
     Returns:
@@ -39,7 +39,7 @@ def merge_attentions(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Te
     Raises:
         ValueError: If there is no part, the numbers of outputs and lses differ, or shapes differ.
     """
-    if not outs or len(outs) != len(lses):
+    if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"outs must be as many as lses and at least one, got {len(outs)} and {len(lses)}")
     batch, tokens, heads, _ = outs[0].shape
     for i, (out, lse) in enumerate(zip(outs, lses)):

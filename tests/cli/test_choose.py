@@ -80,6 +80,22 @@ def test_sizes_come_from_a_config_where_no_option_says(
 
 
 @pytest.mark.parametrize(
+    ("architectures", "more", "kind"),
+    [
+        (["LlamaForCausalLM"], [], "causal"),
+        (["LlamaForCausalLM"], ["--no-causal"], "not causal"),
+        (["BertModel"], [], "not causal"),
+        (None, ["--causal"], "causal"),
+    ],
+)
+def test_a_config_says_whether_its_model_is_causal_where_no_option_does(
+    tmp_path: Path, architectures: list[str] | None, more: list[str], kind: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": architectures}))
+    assert f", 8 key/value heads, {kind}; " in invoke("choose", "--from-config", tmp_path, *more)[1]
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "--from-config must be a config.json of the transformers library, got '{file}': Expecting property name"),
@@ -129,7 +145,7 @@ def test_json_holds_what_is_printed() -> None:
             4096,
             "takes 43 % of the pairs; a local segment of 256 tokens and a far branch over all tokens are within the budget from",
         ),
-        (4, 6500, "the default of models, takes "),
+        (4, 6500, "the preset for causal models, takes "),
         (4, 7000, None),
         (2, 2**20, "need at least 25 % of the pairs at any length, more than the budget."),
         (1, 512, "takes 100 % of the pairs; "),

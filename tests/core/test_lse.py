@@ -143,6 +143,8 @@ def test_merged_attentions_are_the_whole_with_its_gradients() -> None:
     dout = torch.randn_like(out)
     for found, expected in zip(*(torch.autograd.grad((x * dout).sum(), (scores, values), retain_graph=True) for x in (out, whole))):
         torch.testing.assert_close(found, expected, **EXACT)
+    stacked = merge_attentions(*map(torch.stack, zip(*parts)))  # as xformers takes parts too
+    torch.testing.assert_close(stacked, (out, lse), **EXACT)
     half, _ = merge_attentions([part.bfloat16() for part, _ in parts], [x.float() for _, x in parts])
     assert half.dtype == torch.bfloat16
 
