@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# From which lengths a pattern may be faster than dense attention: on a CPU with 8 or more key/value heads and with fewer, on a GPU.
-CPU_TOKENS, GPU_TOKENS = {True: 250, False: 500}, 8192
+# From which lengths a pattern was faster than dense attention: on a CPU with 8 or more key/value heads and with fewer, on a GPU.
+CPU_TOKENS, GPU_TOKENS = {True: 250, False: 500}, 32_768
 
 
 def reads(pattern: Any, num_tokens: int, num_kv_heads: int, *, is_causal: bool) -> str:
@@ -95,8 +95,8 @@ def describe(pattern: Any, num_tokens: int, num_kv_heads: int, *, is_causal: boo
     lost = [str(r) for r, offsets in offsets_by_rate if offsets.start > 0 or offsets.stop < min(r, num_tokens)]
     cure = f"; use rates that divide the {num_kv_heads} key/value heads" if pattern.heads == "all" else ""
     limit = CPU_TOKENS[num_kv_heads >= 8]
-    short = f"Too short: dense attention is faster on a CPU below about {limit} tokens, and on a GPU below several thousand."
-    long = "Long enough for a CPU; on a GPU dense attention is faster below several thousand tokens."
+    short = f"Too short: dense attention is faster on a CPU below about {limit} tokens, and on a GPU maybe below {GPU_TOKENS:,}."
+    long = f"Long enough for a CPU; on a GPU dense attention may be faster below {GPU_TOKENS:,} tokens."
     longer = "Long enough: dilated attention can be faster than dense attention on a CPU and on a GPU."
     speed = short if num_tokens < limit else long if num_tokens < GPU_TOKENS else longer
     spans = "The longest segment spans the sequence." if longest >= num_tokens else "Each token reads the whole sequence."

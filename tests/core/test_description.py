@@ -16,7 +16,7 @@ def test_each_rule_is_checked() -> None:
     assert heads == "At rate 8, some tokens are kept by no head; use rates that divide the 6 key/value heads."
     assert short.startswith("Too short: dense attention is faster on a CPU below about 500 tokens, ")
     assert connected.startswith("Not connected: not all information from tokens 0 to 15 reaches the tokens from 16 on; ")
-    assert DilatedPattern.causal(8192, 8).describe(8192, 8, is_causal=True).splitlines()[2:] == [
+    assert DilatedPattern.causal(32_768, 8).describe(32_768, 8, is_causal=True).splitlines()[2:] == [
         WHOLE,
         HEADS,
         "Long enough: dilated attention can be faster than dense attention on a CPU and on a GPU.",
@@ -26,7 +26,14 @@ def test_each_rule_is_checked() -> None:
 
 @pytest.mark.parametrize(
     ("num_kv_heads", "num_tokens", "says"),
-    [(7, 499, "Too short: "), (7, 500, "Long enough for a CPU; "), (8, 249, "Too short: "), (8, 250, "Long enough for a CPU; ")],
+    [
+        (7, 499, "Too short: "),
+        (7, 500, "Long enough for a CPU; "),
+        (8, 249, "Too short: "),
+        (8, 250, "Long enough for a CPU; "),
+        (8, 8192, "Long enough for a CPU; "),  # on an H200 dense attention was faster here, and LongNet's pattern at 32,768
+        (8, 32_768, "Long enough: "),
+    ],
 )
 def test_short_sequences_are_named_by_heads(num_kv_heads: int, num_tokens: int, says: str) -> None:
     assert DilatedPattern((1024,), (2,)).describe(num_tokens, num_kv_heads).splitlines()[-1].startswith(says)
