@@ -5,15 +5,21 @@ document.addEventListener("DOMContentLoaded", () => {
   }
 });
 
-// Names in a cell of a table may break between their parts: after a mark, and before a capital.
+// Names in cells of tables and long ones in the text may break between their parts: after a mark, and before a capital of a long name.
 document.addEventListener("DOMContentLoaded", () => {
+  const marks = /(?<=[A-Za-z)][_.,=/(]+)(?=[^\s,.;:)]{2})/;
   const parts = /(?<=[A-Za-z)][_.,=/(]+|[a-z](?=[A-Z]))(?=[^\s,.;:)])/;
-  for (const cell of document.querySelectorAll("td, th")) {
-    const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+  for (const name of document.querySelectorAll("article :is(p, li) code .pre")) {
+    name.classList.toggle("long", name.textContent.length > 30 && !name.closest("td, th"));
+  }
+  for (const place of document.querySelectorAll("td, th, .pre.long")) {
+    const walker = document.createTreeWalker(place, NodeFilter.SHOW_TEXT);
     const texts = [];
     while (walker.nextNode()) texts.push(walker.currentNode);
     for (const text of texts) {
-      text.replaceWith(...text.data.split(parts).flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
+      const words = text.data.split(/(?<=\s)/).map((word) => word.split(word.trim().length < 12 ? marks : parts));
+      const broken = (word) => word.flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part]));
+      text.replaceWith(...words.flatMap(broken));
     }
   }
 });
