@@ -125,7 +125,7 @@
         <label><input type="radio" name="shade" value="any"> joined or not</label></div>
       <div class="side"><figure>${stack("Queries down, keys across. Arrow keys move, Enter opens the view of the query.")}
         <output class="readout"></output></figure>
-        <div><ul class="legend tall"></ul><h3>Heads that keep the same</h3><div class="multiples"></div></div></div>`,
+        <div><ul class="legend tall"></ul><h3>Heads that keep the same tokens</h3><div class="multiples"></div></div></div>`,
     build(el, app) {
       this.place = explore(el, "pair", {
         say: (at) => this.say(at),

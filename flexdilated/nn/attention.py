@@ -16,6 +16,7 @@ from flexdilated.core.call import MaskMod, ScoreMod
 from flexdilated.core.checks import check_dense, check_exchange, check_options
 from flexdilated.core.hardware import dtype_name
 from flexdilated.core.integers import as_integer
+from flexdilated.core.keywords import renamed
 from flexdilated.core.losses import check_losses
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode import DilatedKVCache
@@ -182,6 +183,7 @@ class MultiheadDilatedAttention(nn.Module):
     def in_proj_bias(self) -> Tensor | None:
         return getattr(self.q_proj, "bias", None)
 
+    @renamed(dropout="dropout_p", batch_first="tensors (B, N, E) and no option for it")
     def __init__(
         self,
         embed_dim: int,

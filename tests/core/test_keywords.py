@@ -1,4 +1,4 @@
-"""Public functions that count key/value heads, called with the keyword of query heads."""
+"""Keywords of other functions: query heads where key/value heads are counted, and those of `nn.MultiheadAttention`."""
 
 import inspect
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flexdilated import DilatedPattern, analysis
+from flexdilated import DilatedPattern, MultiheadDilatedAttention, analysis
 from flexdilated.draw import blocks, pattern
 
 ONE = DilatedPattern((8,), (2,))
@@ -42,3 +42,12 @@ def test_the_keyword_of_query_heads_is_rejected(function: Callable[..., Any]) ->
     message = f"{function.__qualname__}() takes num_kv_heads, the number of key/value heads, got num_heads"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         function(num_heads=8)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "takes"), [("dropout", "dropout_p"), ("batch_first", "tensors (B, N, E) and no option for it")]
+)
+def test_the_layer_names_what_it_takes_for_keywords_of_torch(keyword: str, takes: str) -> None:
+    layer: Any = MultiheadDilatedAttention
+    with pytest.raises(TypeError, match=f"{re.escape(takes)}, got {keyword}$"):
+        layer(32, 4, ONE, **{keyword: 0})
