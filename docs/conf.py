@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.pycode import ModuleAnalyzer
 
 from flexdilated import __version__
@@ -120,7 +121,15 @@ def _copy_explorer(app: Any, exception: Exception | None) -> None:
         shutil.copytree(Path(app.srcdir).parent / "flexdilated" / "explorer", Path(app.outdir, "explorer"), dirs_exist_ok=True)
 
 
+def _mark_links_inside_a_page(app: Any, doctree: nodes.document, name: str) -> None:
+    # The Markdown pages would have empty addresses for links without this mark.
+    for node in doctree.findall(nodes.reference):
+        if "refid" in node:
+            node["internal"] = True
+
+
 def setup(app: Any) -> None:
     ModuleAnalyzer.analyze = _analyze_without_overloads
     app.connect("source-read", outputs.hide)
+    app.connect("doctree-resolved", _mark_links_inside_a_page)
     app.connect("build-finished", _copy_explorer)
