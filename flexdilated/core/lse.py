@@ -41,6 +41,8 @@ def merge_attentions(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | T
     """
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"outs must be as many as lses and at least one, got {len(outs)} and {len(lses)}")
+    if outs[0].ndim != 4:
+        raise ValueError(f"outs must hold tensors of shape (B, N, H, D), got {tuple(outs[0].shape)}")
     batch, tokens, heads, _ = outs[0].shape
     for i, (out, lse) in enumerate(zip(outs, lses)):
         if out.shape != outs[0].shape or lse.shape != (batch, heads, tokens):

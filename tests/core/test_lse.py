@@ -152,6 +152,7 @@ def test_merged_attentions_are_the_whole_with_its_gradients() -> None:
 @pytest.mark.parametrize(
     ("outs", "lses", "match"),
     [
+        (torch.ones(1, 2, 3, 4), torch.ones(1, 3, 2), r"outs must hold tensors of shape \(B, N, H, D\), got \(2, 3, 4\)"),
         ([], [], "outs must be as many as lses and at least one, got 0 and 0"),
         (
             [torch.ones(1, 2, 3, 4)],
@@ -160,6 +161,6 @@ def test_merged_attentions_are_the_whole_with_its_gradients() -> None:
         ),
     ],
 )
-def test_merge_attentions_rejects(outs: list[Tensor], lses: list[Tensor], match: str) -> None:
+def test_merge_attentions_rejects(outs: list[Tensor] | Tensor, lses: list[Tensor] | Tensor, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         merge_attentions(outs, lses)
