@@ -26,7 +26,7 @@ def choose(
             "--from-config",
             metavar="FILE",
             exists=True,
-            help="A config.json of the transformers library, or its folder: of tokens, heads and causal, what no option gives.",
+            help="A config.json of the transformers library, or its folder: tokens, heads and causal, where no option is given.",
         ),
     ] = None,
     budget: options.BudgetOption = 0.1,
