@@ -75,7 +75,7 @@ def test_names_are_imported_for_type_checkers_as_for_programs() -> None:
     imports = [node for node in ast.walk(ast.parse(Path(flexdilated.__file__).read_text())) if isinstance(node, ast.ImportFrom)]
     imports = [node for node in imports if node.module not in ("typing", "flexdilated._version")]
     typed = {each.asname: getattr(importlib.import_module(node.module or ""), each.name) for node in imports for each in node.names}
-    typed["draw_pattern"] = typed.pop(None)
+    typed["draw_pattern"] = typed.pop("_draw")
     assert {*typed} == {*flexdilated.__all__}
     for name in flexdilated.__all__:
         assert getattr(flexdilated, name) is typed[name]
