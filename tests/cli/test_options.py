@@ -26,8 +26,9 @@ COMMANDS = {
     if command.callback
 }
 
-# Defaults that differ with what a command is for: a model to train, a picture that fits a page, a layer of a large model.
+# Defaults that differ with what a command is for: a model to train, a picture that fits a page, a layer of a large model, a config.
 OWN_DEFAULTS = {
+    "--causal",
     "--context-parallel",
     "--heads",
     "--tokens",
