@@ -186,7 +186,8 @@ def test_own_python(
 def test_kept_outputs_of_branches(benchmark: Any, sizes: Sizes, record: Callable[..., None]) -> None:
     """`detach_weights`: time and saved bytes with kept outputs of branches, over those with recomputed outputs."""
     pattern = DilatedPattern.torchscale(PATTERN.segment_lengths, PATTERN.dilation_rates)
-    x = random_inputs(sizes.overhead, torch.float32)
+    num_tokens = min(sizes.overhead, 8192)  # at 32,768, torchscale shifts positions: each branch is a call of its own
+    x = random_inputs(num_tokens, torch.float32)
     saved: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:
@@ -203,10 +204,8 @@ def test_kept_outputs_of_branches(benchmark: Any, sizes: Sizes, record: Callable
     for name, a, b in zip(Results._fields, kept, run(0)):
         assert_near(a, b.double(), torch.float32, name)
     record(
-        Ratio(f"detach_weights/kept over computed again/time/N={sizes.overhead}", ratio, 0.95, "lower"),
-        Ratio(
-            f"detach_weights/kept over computed again/bytes kept/N={sizes.overhead}", kept_bytes / recomputed_bytes, 1.6, "lower"
-        ),
+        Ratio(f"detach_weights/kept over computed again/time/N={num_tokens}", ratio, 0.95, "lower"),
+        Ratio(f"detach_weights/kept over computed again/bytes kept/N={num_tokens}", kept_bytes / recomputed_bytes, 1.6, "lower"),
         shape=x.q.shape,
         dtype=torch.float32,
     )
