@@ -185,7 +185,7 @@ def free(model: Any) -> list[Tensor]:
 
 
 def generate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """How many new tokens are those of calls without a cache, up to the first other: each cache, a left-padded batch, beams.
+    """How many new tokens equal the tokens without a cache, up to the first difference: each cache, a left-padded batch, beams.
 
     Greedy search is compared with one whole forward of the prompt and the tokens; `margin` is the smallest difference of the two
     largest logits. Beams are compared with beams without a cache.

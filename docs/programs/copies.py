@@ -82,4 +82,4 @@ for step in trained:
 for mine, expected in zip(model.module.parameters(), whole.parameters()):
     torch.testing.assert_close(mine, expected)
 if rank == 0:
-    print("weights equal those of one process", flush=True)
+    print("weights equal the weights of one process", flush=True)

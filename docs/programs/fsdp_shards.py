@@ -61,5 +61,5 @@ for step in range(STEPS):
 for mine, expected in zip(model.parameters(), whole.parameters()):
     torch.testing.assert_close(mine.full_tensor(), expected)
 if dist.get_rank() == 0:
-    print("weights equal those of one process", flush=True)
+    print("weights equal the weights of one process", flush=True)
 dist.destroy_process_group()

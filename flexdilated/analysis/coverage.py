@@ -31,8 +31,8 @@ def missing_residues(pattern: DilatedPattern, num_kv_heads: int) -> tuple[tuple[
     >>> missing_residues(DilatedPattern((16, 64), (1, 4)), 2)
     ((), (2, 3))
 
-    A token whose residue is missing in every branch takes no part in attention: `count_uncovered` counts such tokens. Arguments and
-    errors are those of `count_pairs`.
+    A token whose residue is missing in every branch takes no part in attention: `count_uncovered` counts such tokens. For arguments
+    and errors see `count_pairs`.
     """
     _, num_kv_heads = checked(pattern, 1, num_kv_heads)
     segments, _ = pattern.split("missing_residues")
@@ -50,7 +50,7 @@ def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int)
     >>> count_uncovered(DilatedPattern((16,), (4,)), 64, 2)  # two heads keep two of four residues
     32
 
-    Arguments and errors are those of `count_pairs`. Time grows with the segments until their boundaries repeat.
+    For arguments and errors see `count_pairs`. Time grows with the segments until their boundaries repeat.
 
     Raises:
         NotImplementedError: If there are too many segments before their boundaries repeat.
@@ -75,7 +75,7 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int,
     2
 
     All heads together, and every token keeps itself, as in `reachable`. A boundary that all branches share is never crossed; if
-    causal, one that all undilated branches share. Arguments and errors are those of `count_pairs`. Time does not grow with N where
+    causal, one that all undilated branches share. For arguments and errors see `count_pairs`. Time does not grow with N where
     segments nest and rates divide the shortest one, or where the answer is None; otherwise with the number of segments.
 
     With undilated segments and a window, the result is in closed form. With dilated segments, a window or causality needs a look at

@@ -86,7 +86,7 @@ def count_multiplicities(
     A pair counts once for each branch of segments that joins it, and a pair of the window or the global tokens once:
     `sum(m * pairs)` is scored, and a mask over the sequence would score `sum(pairs)`. The pairs of each set of branches are counted
     by the Chinese remainder theorem, so the time does not grow with N, but with the number of segments until their boundaries
-    repeat. Arguments and errors are those of `count_pairs`.
+    repeat. For arguments and errors see `count_pairs`.
 
     Raises:
         NotImplementedError: If a head runs more than 12 branches, or rates have a least common multiple of 2**62 or more.

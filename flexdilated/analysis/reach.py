@@ -29,7 +29,7 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int) -
     >>> longest_reach(DilatedPattern((4, 16), (1, 4)), 16, 2)
     (12, 12)
 
-    Arguments and errors are those of `count_pairs`.
+    For arguments and errors see `count_pairs`.
     """
     num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads)
     reach = [-1] * num_kv_heads

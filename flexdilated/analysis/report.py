@@ -74,7 +74,7 @@ def analyse(pattern: DilatedPattern, num_tokens: int, num_kv_heads: int, *, is_c
     (2, 0, 5)
 
     In closed form: seconds for a thousand million tokens of LongNet's pattern. A count that needs too many steps is None, and
-    `not_counted` says why. Arguments and errors are those of `count_pairs`.
+    `not_counted` says why. For arguments and errors see `count_pairs`.
     """
     num_tokens, num_kv_heads = checked(pattern, num_tokens, num_kv_heads, is_causal=is_causal)
     pairs = count_pairs(pattern, num_tokens, num_kv_heads, is_causal=is_causal)

@@ -48,7 +48,7 @@ work: (query, key) pairs of the busiest rank / mean over ranks
 auto chooses the exchange with the least time at the busiest rank, among those whose messages fit the memory budget;
 if none fits, the exchange with the smallest messages
 time: estimated for one layer, forward and backward: receiving at --link-speed, then {FORWARD + BACKWARD} operations per pair
-and element of a head at --compute-speed, without overlap. The default speeds are those of a GPU of a DGX H100
+and element of a head at --compute-speed, without overlap. The default speeds describe one GPU of a DGX H100
 ring of everything: K and V visit every rank, and in the backward again with dK and dV
 ring of everything, all-gather: their work is for this pattern
 all-gather: K and V of all ranks are kept for the backward, which only reduces dK and dV

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from flexdilated.draw.tiles import HeadTiles
 
 MAX_HEADS = 64
-BLOCK_SIZE = 128  # FlexAttention's
 PIPED_WIDTH, PIPED_CELLS = 100, 512  # columns of text, and cells per side, where no terminal says how wide it is
 
 # With --blocks. A dense mask of the most blocks takes some 5 GB, and 15 s per head on one core.
@@ -66,7 +65,7 @@ def show(
         ),
     ] = False,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="With --blocks: tokens per side of a tile.", show_default=str(BLOCK_SIZE))
+        int | None, typer.Option(min=1, help="With --blocks: tokens per side of a tile.", show_default="128")
     ] = None,
     output: options.PictureOption = None,
 ) -> None:
@@ -75,7 +74,7 @@ def show(
     Long sequences are drawn in cells of many pairs, coloured by the joins per pair. Without options that name a pattern it is
     16,32,64 at 1,2,4; with --blocks 2048,4096,8192. With --blocks and no --tokens at most 65,536 tokens are drawn.
     """
-    from flexdilated.draw.blocks import PICTURE_CELLS, block_panels
+    from flexdilated.draw.blocks import BLOCK_SIZE, PICTURE_CELLS, block_panels
     from flexdilated.draw.panels import figure_of
     from flexdilated.draw.pattern import CELLS, multiplicity_panels
     from flexdilated.draw.terminal import print_panels

@@ -17,7 +17,7 @@ from flexdilated.core.pattern import DilatedPattern
 def check_losses(pattern: DilatedPattern, num_tokens: int | None, num_kv_heads: int, is_causal: bool) -> None:
     """Warn once about tokens or residues without a key/value head, and about lost causal information. Compiled code does not warn.
 
-    Patterns with zero keys do not warn: published weights need them. `num_tokens` None: the longest segment. Errors are those of
+    Patterns with zero keys do not warn: published weights need them. `num_tokens` None: the longest segment. For errors see
     `DilatedPattern.check_heads`.
     """
     pattern.check_heads(num_kv_heads)

@@ -355,7 +355,7 @@ class DilatedPattern:
         'In each head, 1 in 4 of all 16 tokens read each other; each key/value head keeps different tokens.'
 
         The rules: a segment as long as the sequence, a head for every token at every rate, enough tokens; if causal,
-        no boundary that information does not cross. Arguments and errors are those of `count_pairs` and `check_heads`.
+        no boundary that information does not cross. For arguments and errors see `count_pairs` and `check_heads`.
         """
         return "\n".join(describe(self, num_tokens, num_kv_heads, is_causal=is_causal))
 

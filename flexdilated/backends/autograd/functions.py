@@ -1,7 +1,7 @@
 """Attention under users' score and mask functions: scores are computed, modified and differentiated by autograd.
 
 At most `SCORES` of them exist at once: scores of some segments and some of their queries are computed together, and again in the
-backward, from the record of the functions (`recorded.py`) or by activation checkpointing in compiled code. Tensors that the
+backward, from the record of the functions (`records.py`) or by activation checkpointing in compiled code. Tensors that the
 functions read, learnable tables included, get gradients. Under torch.func, and in programs exported for training, all scores are
 kept.
 
